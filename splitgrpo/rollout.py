@@ -70,7 +70,6 @@ class Group:
     adapter_digest: str
     temperature: float
     run_id: str
-    ground_truth: str = ""
 
     @property
     def group_id(self) -> str:
@@ -94,41 +93,72 @@ def check_rollout(r: Rollout, *, vocab_size: int, max_len: int, want_ref: bool) 
     Raises RolloutError naming the field and the value.
     """
     length = len(r.token_ids)
-    _check(2 <= length <= max_len, f"token_ids: {length} tokens, allowed are 2 to {max_len}")
+    _check(
+        2 <= length <= max_len,
+        f"token_ids: {length} tokens, allowed are 2 to {max_len}",
+    )
     streams = {"token_ids": (r.token_ids, np.int32), "completion_mask": (r.completion_mask, np.bool_),
                "old_logprobs": (r.old_logprobs, np.float32)}  # fmt: skip
     if want_ref:
-        _check(r.ref_logprobs is not None, "ref_logprobs: missing, although kl_coef > 0 needs them")
+        _check(
+            r.ref_logprobs is not None,
+            "ref_logprobs: missing, although kl_coef > 0 needs them",
+        )
     if r.ref_logprobs is not None:
         streams["ref_logprobs"] = (r.ref_logprobs, np.float32)
     for name, (array, dtype) in streams.items():
-        _check(array.dtype == dtype, f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}")
-        _check(array.shape == (length,), f"{name}: shape {array.shape}, expected ({length},)")
+        _check(
+            array.dtype == dtype,
+            f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}",
+        )
+        _check(
+            array.shape == (length,),
+            f"{name}: shape {array.shape}, expected ({length},)",
+        )
     low, high = int(r.token_ids.min()), int(r.token_ids.max())
-    _check(0 <= low and high < vocab_size, f"token_ids: {low}..{high} outside the vocabulary 0..{vocab_size - 1}")
+    _check(
+        0 <= low and high < vocab_size,
+        f"token_ids: {low}..{high} outside the vocabulary 0..{vocab_size - 1}",
+    )
     prompt_len = length - r.completion_len
-    _check(0 < prompt_len < length, f"completion_mask: {prompt_len} prompt tokens of {length}")
-    _check(bool(r.completion_mask[prompt_len:].all()), "completion_mask: the completion is not one stretch at the end")
+    _check(
+        0 < prompt_len < length,
+        f"completion_mask: {prompt_len} prompt tokens of {length}",
+    )
+    _check(
+        bool(r.completion_mask[prompt_len:].all()),
+        "completion_mask: the completion is not one stretch at the end",
+    )
     for name in ("old_logprobs", "ref_logprobs"):
         if name in streams:
             values = streams[name][0]
             _check(bool(np.isfinite(values).all()), f"{name}: not finite")
             # A log-prob is at most 0; float32 log-softmax may exceed it by rounding.
-            _check(float(values.max()) <= 1e-4, f"{name}: {float(values.max())} is above 0")
+            _check(
+                float(values.max()) <= 1e-4, f"{name}: {float(values.max())} is above 0"
+            )
             _check(not values[:prompt_len].any(), f"{name}: not 0.0 on the prompt")
     for name, value in {"reward": r.reward, **r.reward_parts}.items():
         _check(bool(np.isfinite(value)), f"reward part {name}: {value} is not finite")
 
 
-def check_group(g: Group, *, group_size: int, vocab_size: int, max_len: int, want_ref: bool) -> None:
+def check_group(
+    g: Group, *, group_size: int, vocab_size: int, max_len: int, want_ref: bool
+) -> None:
     """Check a whole group; raises RolloutError."""
-    _check(len(g.rollouts) == group_size, f"{len(g.rollouts)} rollouts, expected group_size {group_size}")
+    _check(
+        len(g.rollouts) == group_size,
+        f"{len(g.rollouts)} rollouts, expected group_size {group_size}",
+    )
     for r in g.rollouts:
         check_rollout(r, vocab_size=vocab_size, max_len=max_len, want_ref=want_ref)
     first = g.rollouts[0]
     prompt = first.token_ids[~first.completion_mask]
     for r in g.rollouts[1:]:
-        _check(np.array_equal(r.token_ids[~r.completion_mask], prompt), "the rollouts have different prompts")
+        _check(
+            np.array_equal(r.token_ids[~r.completion_mask], prompt),
+            "the rollouts have different prompts",
+        )
     keys = {frozenset(r.reward_parts) for r in g.rollouts}
     _check(len(keys) == 1, "the rollouts have different reward parts")
 

@@ -1,0 +1,240 @@
+"""Publishing LoRA adapters to a folder and reloading them while sampling goes on.
+
+    RUN/latest.json               pointer, replaced atomically: version, lineage, folder, sha256, run_id, done
+    RUN/adapters/v000012.L1/      an ordinary PEFT folder, plus manifest.json with sizes and sha256 of its files
+
+A reader follows the pointer, checks every digest, and copies the tensors into the model it has: strict keys, shapes and
+scaling. Whatever fails, the model keeps the adapter it had. PEFT itself only warns about missing keys.
+"""
+
+import hashlib
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from splitgrpo.files import sha256_file, write_folder, write_json
+
+POINTER, MANIFEST = "latest.json", "manifest.json"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FOLDER = re.compile(r"v(\d{6,})\.L(\d+)")
+
+
+class AdapterError(RuntimeError):
+    """A published adapter that is damaged, incomplete or made for another base; the text says what and where."""
+
+
+class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What latest.json holds. `sha256` is the digest of the adapter's weights; `done` is True when the run is complete."""
+
+    version: int
+    lineage: int
+    folder: str
+    sha256: str
+    run_id: str
+    done: bool
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an adapter is for, and the digest of each of its files."""
+
+    version: int
+    lineage: int
+    run_id: str
+    base_model: str
+    base_digest: str
+    base_dtype: str
+    files: dict[str, tuple[int, str]]  # name -> (bytes, sha256)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter read from disk, every digest checked."""
+
+    pointer: Pointer
+    manifest: Manifest
+    config: LoraConfig
+    tensors: dict[str, Tensor]  # PEFT's key -> float32
+
+
+def base_digest(model: nn.Module) -> str:
+    """Digest of a base model's parameter names, shapes, dtypes and first values; LoRA parameters are left out.
+
+    Tells two bases apart without hashing gigabytes. Call it before DeepSpeed takes the parameters over.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name:
+            continue
+        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        head = parameter.detach().reshape(-1)[:64].to("cpu", torch.float32).numpy()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + head.tobytes()
+        )
+    return digest.hexdigest()
+
+
+def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
+    """The LoRA parameters of a model by the key that PEFT's files use for them."""
+    return {
+        name.replace(".default.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Writes adapters of one run; only rank 0 has one."""
+
+    run_dir: Path
+    run_id: str
+    lineage: int
+    base_model: str
+    base_digest: str
+    base_dtype: str
+    config: LoraConfig
+    keep: int
+
+    def publish(self, version: int, tensors: dict[str, Tensor], *, done: bool = False) -> Pointer:
+        """Write one version and point at it. `tensors` are float32 on the CPU. Raises OSError."""
+        name = f"v{version:06d}.L{self.lineage}"
+        folder = self.run_dir / "adapters" / name
+        if not folder.exists():
+            write_folder(folder, lambda aside: self.fill(aside, version, tensors))
+        digest = self.read_digest(folder)
+        pointer = Pointer(
+            version=version,
+            lineage=self.lineage,
+            folder=name,
+            sha256=digest,
+            run_id=self.run_id,
+            done=done,
+        )
+        write_json(self.run_dir / POINTER, msgspec.to_builtins(pointer))
+        self.remove_old(name)
+        return pointer
+
+    def fill(self, folder: Path, version: int, tensors: dict[str, Tensor]) -> None:
+        """Write the PEFT files and the manifest into an empty folder."""
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        self.config.save_pretrained(str(folder))
+        files = {n: ((folder / n).stat().st_size, sha256_file(folder / n)) for n in (WEIGHTS, CONFIG)}
+        manifest = Manifest(
+            version=version,
+            lineage=self.lineage,
+            run_id=self.run_id,
+            base_model=self.base_model,
+            base_digest=self.base_digest,
+            base_dtype=self.base_dtype,
+            files=files,
+        )
+        write_json(folder / MANIFEST, msgspec.to_builtins(manifest))
+
+    def read_digest(self, folder: Path) -> str:
+        """sha256 of the weights in a folder that this run has written."""
+        return read_struct(folder / MANIFEST, Manifest).files[WEIGHTS][1]
+
+    def remove_old(self, current: str) -> None:
+        """Keep the newest `keep` versions, as numbers and not as text, and whatever the pointer names."""
+        found = [p for p in (self.run_dir / "adapters").iterdir() if FOLDER.fullmatch(p.name)]
+        for folder in sorted(found, key=lambda p: order(p.name))[: -self.keep]:
+            if folder.name != current:
+                shutil.rmtree(folder)
+
+
+def order(name: str) -> tuple[int, int]:
+    """(lineage, version) of a folder name; later is greater."""
+    match = FOLDER.fullmatch(name)
+    assert match is not None, name
+    return int(match[2]), int(match[1])
+
+
+def read_struct(path: Path, kind: type[Any]) -> Any:
+    """Decode a small JSON file into a typed struct. Raises AdapterError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise AdapterError(f"cannot read {path}: {error}") from error
+
+
+def read_pointer(run_dir: Path) -> Pointer | None:
+    """The pointer of a run folder, or None where nothing is published yet. Raises AdapterError when it is damaged."""
+    path = run_dir / POINTER
+    if not path.exists():
+        return None
+    pointer: Pointer = read_struct(path, Pointer)
+    if not FOLDER.fullmatch(pointer.folder):
+        raise AdapterError(f"{path} names the folder {pointer.folder!r}, which is no adapter's name")
+    return pointer
+
+
+def read_adapter(run_dir: Path, pointer: Pointer) -> Adapter:
+    """Read what a pointer names and check all of it before anything is used. Raises AdapterError."""
+    folder = run_dir / "adapters" / pointer.folder
+    manifest: Manifest = read_struct(folder / MANIFEST, Manifest)
+    same = ("version", "lineage", "run_id")
+    if any(getattr(manifest, n) != getattr(pointer, n) for n in same):
+        raise AdapterError(f"{folder / MANIFEST} is of another version or run than {POINTER} says")
+    if set(manifest.files) != {WEIGHTS, CONFIG} or manifest.files[WEIGHTS][1] != pointer.sha256:
+        raise AdapterError(f"{folder / MANIFEST} does not list the weights that {POINTER} names")
+    contents = {}
+    for name, (size, digest) in manifest.files.items():
+        try:
+            contents[name] = (folder / name).read_bytes()  # never mapped: a torn map is a SIGBUS
+        except OSError as error:
+            raise AdapterError(f"cannot read {folder / name}: {error}") from error
+        found = hashlib.sha256(contents[name]).hexdigest()
+        if len(contents[name]) != size or found != digest:
+            raise AdapterError(
+                f"{folder / name}: {len(contents[name])} bytes with sha256 {found[:12]}…, the manifest says "
+                f"{size} bytes with {digest[:12]}…"
+            )
+    try:
+        tensors = load_tensors(contents[WEIGHTS])
+    except SafetensorError as error:
+        raise AdapterError(f"{folder / WEIGHTS}: {error}") from error
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"{folder / WEIGHTS}: {key} is not finite")
+    config = LoraConfig.from_pretrained(str(folder))
+    return Adapter(pointer, manifest, config, tensors)
+
+
+def install_adapter(model: PeftModel, adapter: Adapter) -> None:
+    """Copy an adapter into a model's `default` adapter in place and leave the model in eval mode.
+
+    All is compared before the first value is written. Raises AdapterError naming the first difference.
+    """
+    have, new = adapter_parameters(model), adapter.tensors
+    if have.keys() != new.keys():
+        missing, extra = sorted(have.keys() - new.keys()), sorted(new.keys() - have.keys())
+        raise AdapterError(
+            f"adapter {adapter.pointer.folder}: {len(missing)} LoRA keys missing (first {missing[:1]}), {len(extra)} "
+            f"that this model has not (first {extra[:1]}): it was made for another base or other target modules"
+        )
+    for key, parameter in have.items():
+        if parameter.shape != new[key].shape:
+            raise AdapterError(
+                f"adapter {adapter.pointer.folder}: {key} is {tuple(new[key].shape)}, expected {tuple(parameter.shape)}"
+            )
+    current: Any = model.peft_config["default"]
+    for name in ("r", "lora_alpha", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern"):
+        if getattr(current, name) != getattr(adapter.config, name):
+            raise AdapterError(
+                f"adapter {adapter.pointer.folder}: {name} is {getattr(adapter.config, name)}, this model has "
+                f"{getattr(current, name)}"
+            )
+    with torch.no_grad():
+        for key, parameter in have.items():
+            parameter.copy_(new[key])
+    model.eval()

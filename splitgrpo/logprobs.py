@@ -1,0 +1,102 @@
+"""Log-probs of the distribution that is really sampled from; sampler and learner both call these functions.
+
+Shapes: B rows, L length, N completion tokens, V vocabulary, H hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 512  # rows of logits held at once in the learner
+
+
+def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Set the logits outside top-k, then outside top-p, to -inf; (N, V) float32 in and out, not in place.
+
+    top_k 0 and top_p 1.0 mean off. Ties at the k-th logit are all kept. The most likely token always stays.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        outside = probs.cumsum(dim=-1) - probs >= top_p  # mass before this token already reaches p
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+    return logits
+
+
+def sampling_logprobs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """(N, V) logits of any float dtype -> (N, V) float32 log-probs (nats) of the sampling distribution."""
+    return filter_logits(logits.float() / temperature, top_k, top_p).log_softmax(dim=-1)
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """(N, V) logits and (N,) ids -> (N,) float32 log-probs. No (N, V) log-softmax is kept.
+
+    A token that the learner's filter leaves out although the sampler drew it (a tie broken by rounding) gets its
+    unfiltered log-prob: -inf would poison the whole step.
+    """
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, token_ids[:, None])[:, 0]  # (N,)
+    kept = filter_logits(scaled, top_k, top_p)
+    dropped = kept.gather(-1, token_ids[:, None])[:, 0] == float("-inf")
+    norm = torch.where(dropped, scaled.logsumexp(dim=-1), kept.logsumexp(dim=-1))
+    return chosen - norm
+
+
+class PolicyModule(nn.Module):
+    """A causal language model whose forward gives the log-prob of each completion token; what DeepSpeed wraps.
+
+    Position t of the result speaks of token t. Logits exist for completion tokens only, CHUNK_TOKENS at a time, and are
+    computed again in the backward pass instead of being kept.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float, top_k: int, top_p: float) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, L) int64
+        attention_mask: Tensor,  # (B, L) int64, rows padded on the right
+        completion_mask: Tensor,  # (B, L) bool, False at position 0
+    ) -> Tensor:
+        """Return (B, L) float32 nats, 0.0 outside the completion."""
+        base = base_model(self.model)
+        hidden = base.get_decoder()(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state  # (B, L, H)
+        before = hidden[:, :-1][completion_mask[:, 1:]]  # (N, H): position t - 1 predicts token t
+        drawn = input_ids[completion_mask]  # (N,), in the same row-major order
+        chunks = [
+            checkpoint(self._chunk, h, i, use_reentrant=False)
+            for h, i in zip(before.split(CHUNK_TOKENS), drawn.split(CHUNK_TOKENS), strict=True)
+        ]
+        out = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+        return out.masked_scatter(completion_mask, torch.cat(chunks)) if chunks else out
+
+    def _chunk(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        logits = base_model(self.model).get_output_embeddings()(hidden)  # (N, V)
+        return token_logprobs(logits, token_ids, self.temperature, self.top_k, self.top_p)
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a PEFT wrapper (adapters are layers in place), or `model` itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def check_model(config: object) -> None:
+    """Refuse a model whose logits are more than its output layer's product. Raises ValueError."""
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        value = getattr(config, name, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(
+                f"this model sets {name}={value}, which its logits go through after the output layer; the learner's "
+                "log-probs would be of another distribution. Models of this kind are not supported."
+            )

@@ -1,0 +1,132 @@
+"""Loading the base model and its tokenizer, and putting LoRA on it."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from splitgrpo.adapters import Adapter, base_digest, install_adapter
+from splitgrpo.config import SettingsError
+from splitgrpo.logprobs import check_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_model_path(model_path: str) -> None:
+    """Refuse a path that is no model before anything slow starts; a hub name is left to the hub's own cache."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise SettingsError(
+                f"--model_path {model_path}: the folder holds no config.json; it has "
+                f"{sorted(p.name for p in folder.iterdir())[:8]}"
+            )
+    elif folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") != 1:
+        raise SettingsError(
+            f"--model_path {model_path}: no such folder (looked for {folder.absolute()}/config.json), and not a hub "
+            "name of the form owner/model"
+        )
+
+
+def load_pretrained(loader: Any, model_path: str, **options: Any) -> Any:
+    """Call loader.from_pretrained; what cannot be had becomes a SettingsError that says where it was looked for."""
+    check_model_path(model_path)
+    try:
+        return loader.from_pretrained(model_path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        offline = " HF_HUB_OFFLINE is set." if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise SettingsError(
+            f"--model_path {model_path}: cannot be loaded; looked for a folder of this name, then in {HF_HUB_CACHE}, "
+            f"then at the model hub.{offline} First reason: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The model's own tokenizer."""
+    from transformers import AutoTokenizer
+
+    return load_pretrained(AutoTokenizer, model_path)
+
+
+def load_config(model_path: str) -> Any:
+    """The model's configuration."""
+    from transformers import AutoConfig
+
+    return load_pretrained(AutoConfig, model_path)
+
+
+def load_base(model_path: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The base model in `dtype`, frozen, in eval mode. Raises SettingsError when it cannot be had or is of an unfit kind."""
+    from transformers import AutoModelForCausalLM
+
+    model = load_pretrained(AutoModelForCausalLM, model_path, dtype=dtype)
+    try:
+        check_model(model.config)
+    except ValueError as error:
+        raise SettingsError(f"--model_path {model_path}: {error}") from error
+    return model.to(device).requires_grad_(False).eval()
+
+
+def add_lora(model: Any, rank: int, alpha: int, seed: int) -> PeftModel:
+    """Put a fresh LoRA on every linear layer but the output layer, initialised from `seed`.
+
+    Dropout is 0: with it, the learner's log-probs would not be those of the policy that sampled.
+    """
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft = get_peft_model(model, config)
+    trainable = sum(p.numel() for p in peft.parameters() if p.requires_grad)
+    if trainable == 0:
+        raise SettingsError("LoRA found no linear layer to train in this model")
+    return peft
+
+
+def attach_adapter(model: Any, adapter: Adapter) -> PeftModel:
+    """Put a published adapter on a base model; rank, alpha and targets come from the adapter.
+
+    Raises SettingsError when the adapter was made for another base.
+    """
+    found = base_digest(model)
+    if found != adapter.manifest.base_digest:
+        raise SettingsError(
+            f"adapter {adapter.pointer.folder} was made for another base model: its manifest names "
+            f"{adapter.manifest.base_model} ({adapter.manifest.base_digest[:12]}…), this one is "
+            f"{model.name_or_path} ({found[:12]}…). Give both workers the same --model_path."
+        )
+    peft = PeftModel(model, adapter.config, autocast_adapter_dtype=False)
+    peft.requires_grad_(False)
+    install_adapter(peft, adapter)
+    return peft
+
+
+def lora_config(model: PeftModel) -> LoraConfig:
+    """The configuration of the one adapter that a model has."""
+    config = model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
+    return config
+
+
+def describe_parameters(model: PeftModel) -> str:
+    """How many parameters train."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    return f"{trainable:,} of {total:,} parameters train ({trainable / total:.1%})"
+
+
+def pick_device(device: str, log: logging.Logger) -> torch.device:
+    """The device asked for, or the CPU where there is no GPU at all. Raises SettingsError for a GPU that isn't there."""
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        log.info("no GPU here: sampling on the CPU instead of --device %s", device)
+        return torch.device("cpu")
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"--device {device}: this machine has {torch.cuda.device_count()} GPUs")
+    return wanted

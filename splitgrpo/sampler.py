@@ -1,0 +1,229 @@
+"""The sampler's machinery: what the named steps of sampling_worker.py do."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitgrpo import models
+from splitgrpo.adapters import POINTER, Adapter, AdapterError, Pointer, read_adapter, read_pointer
+from splitgrpo.client import GroupClient, make_hello
+from splitgrpo.config import (
+    PeerTimeout,
+    SamplerSettings,
+    SettingsError,
+    agreed_settings,
+    default_threads,
+)
+from splitgrpo.engines.base import Completion, Sampling
+from splitgrpo.engines.hf import HFEngine
+from splitgrpo.process import StopFlag
+from splitgrpo.rollout import Group, Rollout
+from splitgrpo.scoring import Score
+from splitgrpo.transport import read_key
+
+SAY_EVERY_S = 10.0
+RETRY_S = 0.5
+
+
+class Sampler:
+    """One sampler: an engine with the newest adapter, and a line to the learner."""
+
+    def __init__(self, settings: SamplerSettings, stop: StopFlag, log: logging.Logger) -> None:
+        """Wait for the learner's first published adapter, then load the base model with it and connect."""
+        import torch
+
+        self.settings, self.stop, self.log = settings, stop, log
+        self.run_dir = Path(settings.lora_path)
+        self.sampling = Sampling(
+            settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens
+        )
+        self.failures = 0
+        self.want_ref = (settings.kl_coef or 0.0) > 0
+        models.check_model_path(settings.model_path)
+        device = models.pick_device(settings.device, log)
+        torch.set_num_threads(default_threads(settings.num_threads))
+        self.tokenizer = models.load_tokenizer(settings.model_path)
+        self.adapter: Adapter = self._wait_for(self._first_adapter, "a learner to publish an adapter")
+        dtype = models.DTYPES[self.adapter.manifest.base_dtype]
+        base = models.load_base(settings.model_path, dtype, device)
+        self.engine = HFEngine(models.attach_adapter(base, self.adapter), self.tokenizer)
+        self.client = GroupClient(
+            (settings.host, settings.port),
+            read_key(self.run_dir / "run.key"),
+            make_hello(
+                settings.sampler_id, self.adapter.pointer.run_id, agreed_settings(settings)
+            ),
+            wait_timeout_s=settings.wait_timeout_s,
+            check_stop=stop.raise_if_set,
+            log=log,
+        )
+
+    # -- adapters -------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, get: Callable[[], Any], what: str) -> Any:
+        """Poll until `get` returns something. Raises Stopped, PeerTimeout."""
+        started = said = time.monotonic()
+        while (value := get()) is None:
+            self.stop.raise_if_set()
+            waited = time.monotonic() - started
+            if waited > self.settings.wait_timeout_s:
+                raise PeerTimeout(
+                    f"waited {waited:.0f} s for {what}: {self._looked_for()}. Start the learner with --save_path "
+                    f"{self.run_dir}; --wait_timeout_s waits longer."
+                )
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                self.log.info("waiting for %s (%.0f s): %s", what, waited, self._looked_for())
+            time.sleep(RETRY_S)
+        return value
+
+    def _looked_for(self) -> str:
+        path = self.run_dir / POINTER
+        if not self.run_dir.is_dir():
+            return f"{path} is not there, nor is the folder"
+        if (self.run_dir / "adapter_config.json").exists():
+            return f"{path} is not there; that folder is an adapter, --lora_path must be the learner's --save_path"
+        return f"{path} is not there"
+
+    def _first_adapter(self) -> Adapter | None:
+        try:
+            pointer = read_pointer(self.run_dir)
+            return read_adapter(self.run_dir, pointer) if pointer else None
+        except AdapterError as error:
+            self._count_failure(error)
+            return None
+
+    def reload_adapter(self, min_version: int) -> None:
+        """Load the adapter that latest.json names if it is newer; it must be of at least `min_version`.
+
+        A damaged one is tried again; the old one stays in use meanwhile, and the sampler ends after --reload_failures.
+        """
+        self._wait_for(lambda: self._reload(min_version), f"adapter version {min_version}")
+
+    def _reload(self, min_version: int) -> bool | None:
+        self.client.bump("reloading the adapter")
+        held = self.adapter.pointer
+        try:
+            pointer = read_pointer(self.run_dir)
+            if pointer is not None and is_newer(pointer, held):
+                adapter = read_adapter(self.run_dir, pointer)
+                self.engine.install(adapter)
+                self.adapter, self.failures = adapter, 0
+        except AdapterError as error:
+            self._count_failure(error)
+        return True if self.adapter.pointer.version >= min_version else None
+
+    def _count_failure(self, error: AdapterError) -> None:
+        self.failures += 1
+        limit = self.settings.reload_failures
+        self.log.warning("adapter not loaded (%d of at most %d): %s", self.failures, limit, error)
+        if self.failures >= limit:
+            raise SettingsError(f"{limit} adapters in a row could not be loaded; last: {error}")
+
+    # -- rounds ---------------------------------------------------------------------------------------------------------
+
+    def wait_credit(self) -> int:
+        """Wait until the learner wants groups, then hold an adapter that is new enough for them.
+
+        Returns how many; they start at `next_seq`. Raises RunFinished, Stopped, PeerTimeout, SettingsError.
+        """
+        num_groups, min_version = self.client.wait_grant(
+            self.settings.batch_size // self.settings.group_size
+        )
+        self.reload_adapter(min_version)
+        return num_groups
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number of the next group to send."""
+        return self.client.next_seq
+
+    def generate(self, prompts: Sequence[np.ndarray]) -> list[list[Completion]]:
+        """Sample group_size completions of each prompt, seeded by the next sequence number. Raises Stopped."""
+        started = time.monotonic()
+        seed = round_seed(self.settings.seed, self.settings.sampler_id, self.next_seq)
+
+        def on_token() -> None:
+            self.stop.raise_if_set()
+            self.client.bump("sampling")
+
+        out = self.engine.generate(
+            prompts, self.settings.group_size, self.sampling, seed=seed, on_token=on_token
+        )
+        num_tokens = sum(len(c.token_ids) for group in out for c in group)
+        took = time.monotonic() - started
+        self.log.info(
+            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d",
+            len(prompts) * self.settings.group_size, num_tokens, took, num_tokens / took,
+            self.adapter.pointer.version,
+        )  # fmt: skip
+        return out
+
+    def responses(self, completions: Sequence[Completion], prefix: str) -> list[str]:
+        """Text to score: what the template put into the model's mouth, and what it generated."""
+        return [prefix + self.engine.decode(c.token_ids) for c in completions]
+
+    def send(
+        self,
+        draw: tuple[int, int, int],
+        prompt: np.ndarray,
+        completions: Sequence[Completion],
+        scores: Sequence[Score],
+    ) -> bool:
+        """Send one group; `draw` is (sequence number, prompt_index, epoch). False if the learner wants another first."""
+        pointer = self.adapter.pointer
+        refs: Sequence[np.ndarray | None] = [None] * len(completions)
+        if self.want_ref:
+            refs = self.engine.ref_logprobs(prompt, completions, self.sampling)
+        rollouts = tuple(
+            make_rollout(prompt, c, ref, score)
+            for c, ref, score in zip(completions, refs, scores, strict=True)
+        )
+        group = Group(
+            rollouts=rollouts,
+            sampler_id=self.settings.sampler_id,
+            seq=draw[0],
+            prompt_index=draw[1],
+            epoch=draw[2],
+            policy_version=pointer.version,
+            lineage=pointer.lineage,
+            adapter_digest=pointer.sha256,
+            temperature=self.settings.temperature,
+            run_id=pointer.run_id,
+        )
+        return self.client.send(group)
+
+
+def round_seed(*numbers: int) -> int:
+    """One 63-bit seed from several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def is_newer(pointer: Pointer, held: Pointer) -> bool:
+    """True for a later version of the same run; weights that were rolled back by a crash come back as a new lineage."""
+    return pointer.run_id == held.run_id and (pointer.lineage, pointer.version) > (
+        held.lineage,
+        held.version,
+    )
+
+
+def make_rollout(
+    prompt: np.ndarray, completion: Completion, ref: np.ndarray | None, score: Score
+) -> Rollout:
+    """Join a prompt and a completion into full-length streams."""
+    p, c = len(prompt), len(completion.token_ids)
+    zeros = np.zeros(p, dtype=np.float32)
+    return Rollout(
+        token_ids=np.concatenate([prompt, completion.token_ids]).astype(np.int32),
+        completion_mask=np.arange(p + c) >= p,
+        old_logprobs=np.concatenate([zeros, completion.logprobs]).astype(np.float32),
+        ref_logprobs=None if ref is None else np.concatenate([zeros, ref]).astype(np.float32),
+        reward=score.reward,
+        correct=score.correct,
+        finished=completion.finished,
+        reward_parts=score.parts,
+    )

@@ -1,0 +1,340 @@
+"""The learner's end of the transport: admits samplers, grants credit, receives groups. Imports no torch.
+
+Credit keeps staleness bounded at its source: at policy version v at most (max_staleness + 1 + v) * groups_per_step groups
+are ever accepted or under way, counted over the run.
+"""
+
+import collections
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from splitgrpo import SCHEMA_VERSION
+from splitgrpo.config import SettingsError, disagreements
+from splitgrpo.rollout import Group, RolloutError
+from splitgrpo.transport import HEARTBEAT_S, SocketThread
+from splitgrpo.wire import (
+    Ack,
+    Bye,
+    Grant,
+    GroupHeader,
+    Heartbeat,
+    Hello,
+    Message,
+    MessageError,
+    Refuse,
+    Request,
+    Welcome,
+    settings_hash,
+    unpack_group,
+)
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What the learner holds its samplers to.
+
+    settings         of config.agreed_settings; a sampler that differs is refused
+    groups_per_step  groups of one optimizer step
+    start_version    policy version (optimizer steps) at this start; groups of another lineage must not be newer
+    next_seq         {sampler_id: first sequence number still wanted}
+    check_group      raises RolloutError for a group whose values cannot be trained on
+    """
+
+    run_id: str
+    lineage: int
+    settings: dict[str, str]
+    groups_per_step: int
+    max_staleness: int
+    start_version: int
+    next_seq: dict[int, int]
+    check_group: Callable[[Group], None]
+
+
+@dataclass
+class Peer:
+    """One sampler as the learner sees it."""
+
+    identity: bytes
+    session: str
+    next_seq: int
+    outstanding: int = 0  # groups granted, not yet received
+    wanted: int = 0  # groups asked for, not yet granted
+    last_seen: float = field(default_factory=time.monotonic)
+    progress: int = -1
+    status: str = ""
+
+
+class GroupServer(SocketThread):
+    """Receives groups on a thread of its own; `take` hands them out in order of arrival."""
+
+    def __init__(
+        self, host: str, port: int, key: bytes, plan: ServerPlan, log: logging.Logger
+    ) -> None:
+        """Bind the port. Raises SettingsError when it is taken, naming who holds it where that can be seen."""
+        super().__init__(zmq.ROUTER, key, log, "group-server")
+        self.plan = plan
+        self.next_seq = dict(plan.next_seq)
+        self.boot_id = secrets.token_hex(8)
+        self.version = plan.start_version
+        self.accepted = plan.start_version * plan.groups_per_step
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.peers: dict[int, Peer] = {}
+        self.progress = 0
+        self.last_progress = time.monotonic()
+        self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
+        self._settings_hash = settings_hash(plan.settings)
+        try:
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise SettingsError(
+                f"cannot listen on {host}:{port} ({error.strerror}){port_holder(port)}. End that process, or give "
+                "another --port to both workers."
+            ) from error
+        self.start()
+
+    # -- called by the learner's main thread ------------------------------------------------------------------------
+
+    def take(
+        self, num_groups: int, version: int, timeout_s: float
+    ) -> list[tuple[Group, bytes]] | None:
+        """Return `num_groups` groups with their wire bytes, oldest first, or None if they did not come in time.
+
+        A group that is more than max_staleness versions older than `version` is dropped whole and counted.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            self.progress += 1
+            while True:
+                self.raise_if_failed()
+                self._drop_stale(version)
+                if len(self._queue) >= num_groups:
+                    return [self._queue.popleft() for _ in range(num_groups)]
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self.lock.wait(remaining)
+
+    def set_version(self, version: int) -> None:
+        """Tell the samplers that adapter `version` is published; raises the credit."""
+        with self.lock:
+            self.version = version
+            self._grant()
+
+    def bump(self) -> None:
+        """Say that the main thread is alive (samplers watch it)."""
+        with self.lock:
+            self.progress += 1
+            self.last_progress = (
+                time.monotonic()
+            )  # waiting for data starts only after work ends
+
+    def idle_s(self) -> float:
+        """Seconds since any sampler last did something."""
+        with self.lock:
+            return time.monotonic() - self.last_progress
+
+    def describe(self) -> str:
+        """One phrase on what the samplers do, for a log line while waiting."""
+        with self.lock:
+            if not self.peers:
+                return "no sampler has connected yet"
+            now = time.monotonic()
+            return "; ".join(
+                f"sampler {i}: {p.status or 'connected'}, last heard {now - p.last_seen:.0f} s ago"
+                for i, p in sorted(self.peers.items())
+            )
+
+    def close(self, *, finished: bool, reason: str) -> None:
+        """Say goodbye to every sampler and free the port."""
+        with self.lock:
+            for peer in self.peers.values():
+                bye = Bye(
+                    sampler_id=0, session=self.boot_id, finished=finished, reason=reason
+                )
+                self.post(peer.identity, bye)
+        self.stop()
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def on_tick(self) -> None:
+        """Heartbeat to every sampler."""
+        beat = Heartbeat(
+            sampler_id=0,
+            session=self.boot_id,
+            progress=self.progress,
+            status=f"version {self.version}",
+        )
+        for peer in self.peers.values():
+            self.post(peer.identity, beat)
+
+    def on_message(
+        self, identity: bytes, message: Message, blob: bytes, payload: bytes
+    ) -> None:
+        """Route one signed message; all but a hello need a session that was welcomed."""
+        if isinstance(message, Hello):
+            self._welcome(identity, message)
+            return
+        if not isinstance(message, Request | Heartbeat | GroupHeader | Bye):
+            raise MessageError(f"a sampler does not send {type(message).__name__}")
+        peer = self.peers.get(message.sampler_id)
+        if peer is None or peer.session != message.session:
+            self.post(identity, Refuse(reason="unknown session: say hello", retry=True))
+            return
+        peer.identity, peer.last_seen = identity, time.monotonic()
+        if isinstance(message, Request):
+            peer.wanted = message.num_groups
+            self._grant()
+        elif isinstance(message, Heartbeat):
+            if message.progress > peer.progress:
+                peer.progress, self.last_progress = message.progress, time.monotonic()
+            peer.status = message.status
+        elif isinstance(message, GroupHeader):
+            self._receive_group(peer, message, blob, payload)
+        else:
+            self.log.info("sampler %d left: %s", message.sampler_id, message.reason)
+            del self.peers[message.sampler_id]
+            self._grant()
+
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        old = self.peers.get(hello.sampler_id)
+        refusal = self._refusal(hello, old)
+        if refusal is not None:
+            self.post(identity, refusal)
+            self.log.warning("sampler %d refused: %s", hello.sampler_id, refusal.reason)
+            return
+        next_seq = old.next_seq if old else self.next_seq.get(hello.sampler_id, 0)
+        self.next_seq[hello.sampler_id] = next_seq
+        self.peers[hello.sampler_id] = Peer(identity, hello.session, next_seq)
+        if old is None:
+            self.log.info(
+                "sampler %d joined, goes on from group %d", hello.sampler_id, next_seq
+            )
+        welcome = Welcome(
+            next_seq=next_seq, policy_version=self.version, boot_id=self.boot_id
+        )
+        self.post(identity, welcome)
+        self.last_progress = time.monotonic()
+
+    def _refusal(self, hello: Hello, old: Peer | None) -> Refuse | None:
+        plan = self.plan
+        if hello.schema_version != SCHEMA_VERSION:
+            text = f"record schema: learner {SCHEMA_VERSION}, sampler {hello.schema_version}"
+            return Refuse(reason=text, retry=False)
+        if hello.run_id != plan.run_id:
+            text = f"run id: learner {plan.run_id}, sampler {hello.run_id}: start it with this run's --lora_path"
+            return Refuse(reason=text, retry=False)
+        if differing := disagreements(plan.settings, hello.settings):
+            text = (
+                "settings differ: "
+                + "; ".join(differing)
+                + ". Give both the same value."
+            )
+            return Refuse(reason=text, retry=False)
+        silent_s = time.monotonic() - old.last_seen if old else 0.0
+        if old and old.session != hello.session and silent_s < 3 * HEARTBEAT_S:
+            text = f"sampler_id {hello.sampler_id} is in use by a sampler that is alive: give this one another --sampler_id"
+            return Refuse(reason=text, retry=True)
+        return None
+
+    def _receive_group(
+        self, peer: Peer, header: GroupHeader, blob: bytes, payload: bytes
+    ) -> None:
+        if (
+            header.seq < peer.next_seq
+        ):  # a repeat after a reconnect: it is with us already
+            self.post(peer.identity, Ack(seq=peer.next_seq - 1))
+            return
+        if header.seq > peer.next_seq:  # a gap: ask for what is missing
+            welcome = Welcome(
+                next_seq=peer.next_seq,
+                policy_version=self.version,
+                boot_id=self.boot_id,
+            )
+            self.post(peer.identity, welcome)
+            return
+        peer.outstanding = max(0, peer.outstanding - 1)
+        peer.next_seq += 1
+        self.next_seq[header.sampler_id] = peer.next_seq
+        self.last_progress = time.monotonic()
+        self.post(peer.identity, Ack(seq=header.seq))
+        try:
+            group = unpack_group(header, blob)
+            self._admit(group, header)
+        except (MessageError, RolloutError) as error:
+            self.dropped["invalid"] += 1
+            self.log.warning(
+                "group %d:%d dropped: %s", header.sampler_id, header.seq, error
+            )
+        else:
+            self.accepted += 1
+            self._queue.append((group, payload))
+        self._grant()
+
+    def _admit(self, group: Group, header: GroupHeader) -> None:
+        plan = self.plan
+        if header.run_id != plan.run_id or header.settings_hash != self._settings_hash:
+            raise MessageError("of another run or made under other settings")
+        if group.lineage != plan.lineage and group.policy_version > plan.start_version:
+            raise MessageError(
+                f"sampled by version {group.policy_version} of lineage {group.lineage}, whose weights were "
+                f"rolled back to version {plan.start_version}"
+            )
+        if group.policy_version > self.version:
+            raise MessageError(
+                f"version {group.policy_version} is not published yet (at {self.version})"
+            )
+        if self._capacity() <= 0:
+            raise MessageError("sent without credit")
+        plan.check_group(group)
+
+    def _capacity(self) -> int:
+        plan = self.plan
+        limit = (self.version + plan.max_staleness + 1) * plan.groups_per_step
+        return limit - self.accepted - sum(p.outstanding for p in self.peers.values())
+
+    def _grant(self) -> None:
+        for peer in self.peers.values():
+            num = min(peer.wanted, self._capacity())
+            if num > 0:
+                peer.wanted = 0
+                peer.outstanding += num
+                self.post(
+                    peer.identity, Grant(num_groups=num, policy_version=self.version)
+                )
+
+    def _drop_stale(self, version: int) -> None:
+        oldest = version - self.plan.max_staleness
+        kept = [item for item in self._queue if item[0].policy_version >= oldest]
+        if num := len(self._queue) - len(kept):
+            self._queue = collections.deque(kept)
+            self.dropped["stale"] += num
+            self.accepted -= num
+            self.log.warning(
+                "%d groups dropped: sampled by a version before %d", num, oldest
+            )
+            self._grant()
+
+
+def port_holder(port: int) -> str:
+    """Say who listens on a port, or nothing where the system does not tell."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid
+            ):
+                process = psutil.Process(connection.pid)
+                command = " ".join(process.cmdline())[:120]
+                return f": it is held by process {connection.pid} ({command})"
+    except psutil.Error:
+        pass
+    return ""

@@ -1,0 +1,185 @@
+"""Everything that touches DeepSpeed: its settings, the process group, the engine, and float32 state out of it."""
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from splitgrpo.adapters import adapter_parameters
+from splitgrpo.config import SettingsError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the learner's ranks. `control` is a CPU group for small messages, whatever the backend."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    control: Any
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that receives, decides and writes."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """A checked ds_config.json. `micro_batch_size` is rows of one rank's micro-batch."""
+
+    config: dict[str, Any]
+    micro_batch_size: int
+    accumulation: int
+    dtype_name: str
+    learning_rate: float
+
+    def completions_per_step(self, num_ranks: int) -> int:
+        """Completions of one optimizer step."""
+        return self.micro_batch_size * self.accumulation * num_ranks
+
+
+def read_ds_config(path: str, learning_rate: float | None) -> DeepSpeedSettings:
+    """Read ds_config.json, set the learning rate if one is given, and refuse what would fail or mislead later.
+
+    Raises SettingsError naming the key.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise SettingsError(f"--ds_config {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"--ds_config {path} is not JSON: {error}") from error
+    refuse_auto(config, path)
+    micro = need_int(config, "train_micro_batch_size_per_gpu", path)
+    accumulation = need_int(config, "gradient_accumulation_steps", path)
+    if "gradient_clipping" not in config:
+        raise SettingsError(
+            f"{path} must set gradient_clipping: DeepSpeed's default has changed between versions"
+        )
+    params = config.get("optimizer", {}).get("params", {})
+    if config.get("optimizer", {}).get("type") not in ("Adam", "AdamW") or "lr" not in params:
+        raise SettingsError(f"{path} must hold an optimizer of type AdamW or Adam with params.lr")
+    if learning_rate is not None:
+        params["lr"] = learning_rate
+    if not torch.cuda.is_available():
+        params["torch_adam"] = True  # DeepSpeed's own Adam needs a compiler
+    bf16, fp16 = (config.get(k, {}).get("enabled", False) for k in ("bf16", "fp16"))
+    if fp16:
+        raise SettingsError(
+            f"{path}: fp16 loses LoRA gradients to its small range; enable bf16, or neither for float32"
+        )
+    return DeepSpeedSettings(
+        config=config,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        dtype_name="bfloat16" if bf16 else "float32",
+        learning_rate=float(params["lr"]),
+    )
+
+
+def refuse_auto(value: Any, path: str, key: str = "") -> None:
+    """'auto' is filled in by the Hugging Face Trainer, which isn't used here."""
+    if value == "auto":
+        raise SettingsError(f"{path}: {key.lstrip('.')} is 'auto'; write the value")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            refuse_auto(inner, path, f"{key}.{name}")
+
+
+def need_int(config: dict[str, Any], key: str, path: str) -> int:
+    """A whole number of at least 1."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SettingsError(f"{path}: {key} must be a whole number of at least 1, found {value!r}")
+    return value
+
+
+def check_batch(ds: DeepSpeedSettings, num_ranks: int, group_size: int, path: str) -> None:
+    """The completions of one step are whole groups, and agree with train_batch_size if that is given."""
+    total = ds.completions_per_step(num_ranks)
+    text = f"{ds.micro_batch_size} x {ds.accumulation} x {num_ranks}"
+    stated = ds.config.get("train_batch_size", total)
+    if stated != total:
+        raise SettingsError(
+            f"{path}: train_batch_size is {stated}, but train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+            f"ranks is {text} = {total}. Remove train_batch_size or make it {total}."
+        )
+    if total % group_size:
+        raise SettingsError(
+            f"one optimizer step takes {text} = {total} completions ({path}: train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps x ranks), which is not a multiple of --group_size {group_size}"
+        )
+
+
+def start_ranks(num_threads: int) -> Ranks:
+    """Join the process group that the deepspeed launcher prepared, or make one of a single rank.
+
+    NCCL where there are GPUs, gloo elsewhere.
+    """
+    import deepspeed
+
+    torch.set_num_threads(num_threads)
+    if not torch.cuda.is_available():
+        # deepspeed 0.19.8 compiles a shared-memory op for CPU ranks (a minute, and a compiler) unless it is told that
+        # no op is compatible.
+        deepspeed.ops.__compatible_ops__ = {}
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(free_port()))  # fmt: skip
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False
+    )
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_engine(module: nn.Module, ds: DeepSpeedSettings) -> Any:
+    """Hand the module to DeepSpeed; from here on its parameters are DeepSpeed's."""
+    import deepspeed
+
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=trainable, config=json.loads(json.dumps(ds.config))
+    )
+    engine.train()
+    return engine
+
+
+def lora_state(model: Any) -> dict[str, Tensor]:
+    """The float32 masters of all LoRA parameters on the CPU, by PEFT's key. A collective: every rank calls it."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {k: cpu_copy(safe_get_full_fp32_param(p)) for k, p in adapter_parameters(model).items()}
+
+
+def optimizer_state(model: Any) -> dict[str, Tensor]:
+    """Adam's moments of all LoRA parameters on the CPU, "<PEFT key>|exp_avg". A collective: every rank calls it."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    return {
+        f"{key}|{name}": cpu_copy(safe_get_full_optimizer_state(parameter, name))
+        for key, parameter in adapter_parameters(model).items()
+        for name in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """A contiguous float32 copy that shares no memory with DeepSpeed's buffers."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
