@@ -1,0 +1,234 @@
+"""Credit, acknowledgement, refusals and reconnects, with real sockets on loopback."""
+
+import logging
+import socket
+import threading
+import time
+
+import pytest
+import zmq
+
+from splitgrpo.client import GroupClient, RunFinished, make_hello
+from splitgrpo.config import PeerTimeout, SettingsError
+from splitgrpo.server import GroupServer, ServerPlan
+from splitgrpo.transport import make_key, read_key
+from splitgrpo.wire import seal
+from splitgrpo.zero import free_port
+
+KEY = b"k" * 32
+LOG = logging.getLogger("test")
+SETTINGS = {"group_size": "4", "temperature": "1.0"}
+
+
+@pytest.fixture
+def net():
+    """Makes servers and clients on one port and closes them."""
+    port, opened = free_port(), []
+
+    class Net:
+        def server(self, key=KEY, **fields):
+            plan = {"run_id": "run", "lineage": 1, "settings": SETTINGS, "groups_per_step": 2,
+                    "max_staleness": 1, "start_version": 0, "next_seq": {}, "check_group": lambda g: None}  # fmt: skip
+            server = GroupServer("127.0.0.1", port, key, ServerPlan(**(plan | fields)), LOG)
+            opened.append(lambda: server.close(finished=False, reason="test over"))
+            return server
+
+        def client(self, key=KEY, settings=SETTINGS, run_id="run", sampler_id=0, wait_timeout_s=8.0):
+            client = GroupClient(
+                ("127.0.0.1", port), key, make_hello(sampler_id, run_id, settings),
+                wait_timeout_s=wait_timeout_s, check_stop=lambda: None, log=LOG,
+            )  # fmt: skip
+            opened.append(lambda: client.close("test over"))
+            return client
+
+        port_number = port
+
+    yield Net()
+    for close in reversed(opened):
+        close()
+
+
+def send(client, make_group, num, version=0, lineage=1):
+    from splitgrpo.wire import settings_hash
+
+    assert client._settings_hash == settings_hash(client.hello.settings)
+    for _ in range(num):
+        assert client.send(make_group(seq=client.next_seq, version=version, lineage=lineage))
+
+
+def test_groups_arrive_in_order_and_are_acknowledged(net, make_group):
+    server, client = net.server(), net.client()
+    assert client.wait_grant(4) == (4, 0)
+    send(client, make_group, 4)
+    client.drain()
+    taken = [server.take(2, 0, 5.0) for _ in range(2)]
+    assert [g.seq for pair in taken for g, _ in pair] == [0, 1, 2, 3]
+    assert not client._unacked
+
+
+def test_credit_bounds_what_is_accepted_and_rises_with_the_version(net, make_group):
+    server, client = net.server(max_staleness=1, groups_per_step=2), net.client()
+    assert client.wait_grant(100) == (4, 0)  # (K + 1 + v) * B = 2 * 2
+    send(client, make_group, 4)
+    client.drain()
+    granted = []
+    waiter = threading.Thread(target=lambda: granted.append(client.wait_grant(100)))
+    waiter.start()
+    time.sleep(0.5)
+    assert not granted
+    server.take(2, 0, 1.0)
+    time.sleep(0.3)
+    assert not granted  # taking is not publishing
+    server.set_version(1)
+    waiter.join(5)
+    assert granted == [(2, 1)]
+
+
+def test_on_policy_grants_no_more_than_one_step(net):
+    net.server(max_staleness=0, groups_per_step=3)
+    assert net.client().wait_grant(100) == (3, 0)
+
+
+def test_a_group_above_the_staleness_bound_is_dropped_whole_and_its_place_granted_again(
+    net, make_group
+):
+    server, client = net.server(), net.client()
+    client.wait_grant(4)
+    send(client, make_group, 4, version=0)
+    client.drain()
+    assert server.take(2, 2, 0.2) is None
+    assert server.dropped["stale"] == 4
+    assert client.wait_grant(4) == (4, 0)
+
+
+def test_a_sampler_with_other_settings_is_refused_naming_both_values(net):
+    net.server()
+    client = net.client(settings=SETTINGS | {"temperature": "0.7"})
+    with pytest.raises(SettingsError, match=r"--temperature: learner 1\.0, sampler 0\.7"):
+        client.wait_grant(1)
+
+
+def test_a_sampler_of_another_run_is_refused(net):
+    net.server()
+    with pytest.raises(SettingsError, match="run id: learner run, sampler other"):
+        net.client(run_id="other").wait_grant(1)
+
+
+def test_a_wrong_key_is_never_answered_and_is_counted(net):
+    server = net.server()
+    with pytest.raises(PeerTimeout, match="no sign of life"):
+        net.client(key=b"x" * 32, wait_timeout_s=2.5).wait_grant(1)
+    assert sum(server.invalid.values()) >= 2
+
+
+def test_a_second_sampler_with_the_same_id_is_refused_while_the_first_lives(net, monkeypatch):
+    monkeypatch.setattr("splitgrpo.client.REFUSED_FOR_S", 1.5)
+    net.server()
+    net.client().wait_grant(1)
+    with pytest.raises(SettingsError, match="sampler_id 0 is in use"):
+        net.client().wait_grant(1)
+
+
+def test_a_restarted_sampler_goes_on_where_the_dead_one_stopped(net, make_group):
+    server = net.server()
+    first = net.client()
+    first.wait_grant(4)
+    send(first, make_group, 3)
+    first.drain()
+    first.stop()  # no goodbye, as after kill -9; one grant is lost with it
+    second = net.client()
+    assert second.wait_grant(4) == (1, 0)
+    assert second.next_seq == 3
+    assert server.take(2, 0, 1.0) is not None
+
+
+def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_group):
+    server, client = net.server(), net.client()
+    client.wait_grant(4)
+    send(client, make_group, 4)
+    client.drain()
+    server.stop()
+    send(client, make_group, 1)  # nobody hears it
+    again = net.server(next_seq={0: 2}, lineage=2, start_version=1)
+    num, version = client.wait_grant(4)
+    assert (num, version) == (4, 1)
+    assert client.next_seq == 2  # groups 2 and 3 were lost with the first learner and are made again
+    send(client, make_group, 2, version=1, lineage=2)
+    assert [g.seq for g, _ in again.take(2, 1, 5.0)] == [2, 3]
+
+
+def test_weights_that_were_rolled_back_are_told_from_new_ones(net, make_group):
+    server, client = net.server(lineage=2, start_version=0), net.client()
+    server.set_version(1)
+    client.wait_grant(2)
+    send(client, make_group, 1, version=1, lineage=1)
+    client.drain()
+    assert server.dropped["invalid"] == 1
+
+
+def test_a_group_from_a_version_that_was_never_published_is_dropped(net, make_group):
+    server, client = net.server(), net.client()
+    client.wait_grant(1)
+    send(client, make_group, 1, version=5)
+    client.drain()
+    assert server.dropped["invalid"] == 1
+
+
+def test_a_finished_run_sends_its_samplers_home(net):
+    server, client = net.server(groups_per_step=1, max_staleness=0), net.client()
+    client.wait_grant(1)
+    server.close(finished=True, reason="finished")
+    with pytest.raises(RunFinished):
+        client.wait_grant(1)
+
+
+def test_a_taken_port_is_named_with_who_holds_it(net):
+    net.server()
+    with pytest.raises(SettingsError, match=rf"127\.0\.0\.1:{net.port_number}.*held by process"):
+        net.server()
+
+
+def test_strangers_on_the_port_do_not_disturb_a_run(net, make_group):
+    server, client = net.server(), net.client()
+    client.wait_grant(2)
+    for noise in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 20, b"\x16\x03\x01\x02\x00" * 99):
+        with socket.create_connection(("127.0.0.1", net.port_number), timeout=2) as raw:
+            raw.sendall(noise)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 500)
+    dealer.connect(f"tcp://127.0.0.1:{net.port_number}")
+    for frames in ([b"x"], [b"a", b"b"], [b""], [b"SGR1" + b"y" * 99], [seal(b"z" * 32, client.hello)]):
+        dealer.send_multipart(frames)
+    send(client, make_group, 2)
+    client.drain()
+    assert server.take(2, 0, 5.0) is not None
+    deadline = time.monotonic() + 5
+    while sum(server.invalid.values()) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sum(server.invalid.values()) >= 5
+    dealer.close()
+    context.term()
+
+
+def test_a_learner_whose_main_thread_hangs_is_given_up_although_its_socket_lives(net, make_group):
+    net.server(groups_per_step=1, max_staleness=0)  # nobody calls take: its progress never rises
+    client = net.client(wait_timeout_s=3.0)
+    client.wait_grant(1)
+    send(client, make_group, 1)
+    with pytest.raises(PeerTimeout, match="no sign of life"):
+        client.wait_grant(1)
+
+
+def test_the_key_is_made_for_its_owner_alone_and_refused_when_others_can_read_it(tmp_path):
+    path = tmp_path / "run.key"
+    key = make_key(path)
+    assert len(key) == 32
+    assert read_key(path) == key
+    path.chmod(0o644)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        read_key(path)
+    path.chmod(0o600)
+    path.write_text("not hex")
+    with pytest.raises(SettingsError, match="not a key"):
+        read_key(path)
