@@ -1,0 +1,211 @@
+"""Watching a run: log lines, metrics.jsonl, a progress bar, and a picture of the curves."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+QUIET = ("DeepSpeed", "deepspeed", "transformers", "peft", "datasets", "urllib3", "httpx",
+         "huggingface_hub", "matplotlib", "torch.distributed", "filelock", "fsspec")  # fmt: skip
+
+log = logging.getLogger("monitor")
+
+
+def setup_logging(prefix: str, *, verbose: bool) -> None:
+    """Log to stderr as "HH:MM:SS [prefix] text"; other libraries speak from ERROR on, unless `verbose`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [{prefix}] %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    if verbose:
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning)
+
+
+class MetricsWriter:
+    """Appends one JSON object a step. A full disk switches it off, said once: training is worth more than its log."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed = False
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write one line whole; a number that is not finite becomes null, because JSON has none."""
+        if self.failed:
+            return
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+        }
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(clean, allow_nan=False) + "\n")
+        except OSError as error:
+            self.failed = True
+            log.warning("metrics are no longer written to %s: %s", self.path, error)
+
+
+class MetricsReader:
+    """Reads what was appended to a metrics file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Complete new lines; a file that is not there yet, or a line half written, is not an error."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def number(row: Mapping[str, Any], name: str, spec: str) -> str:
+    """A metric as text, a dash where there is none."""
+    value = row.get(name)
+    return "-" if value is None else format(value, spec)
+
+
+def step_line(row: Mapping[str, Any]) -> str:
+    """One line a step, fixed columns; README, "Metrics", explains each."""
+    parts = " ".join(
+        f"{name.removeprefix('reward/')} {number(row, name, '.2f')}"
+        for name in row
+        if name.startswith("reward/")
+    )
+    columns = [
+        f"step {row['step']:>4}/{row.get('max_steps', '?')}",
+        f"reward {number(row, 'reward', '5.2f')}" + (f" ({parts})" if parts else ""),
+        f"acc {number(row, 'accuracy', '4.0%')}",
+        f"kl {number(row, 'kl', '.4f')}",
+        f"clip {number(row, 'clip_frac', '.3f')}",
+        f"|g| {number(row, 'grad_norm', '.3f')}",
+        f"lr {number(row, 'lr', '.1e')}",
+        f"stale {number(row, 'staleness_mean', '.1f')}",
+        f"{number(row, 'tokens_per_s', '5.0f')} tok/s",
+        f"{number(row, 'step_s', '.1f')} s (wait {number(row, 'wait_s', '.1f')})",
+    ]
+    return " | ".join(columns)
+
+
+class ProgressBar:
+    """A bar with reward, accuracy, KL, staleness and ETA; without a terminal, a plain line every few seconds instead."""
+
+    PLAIN_EVERY_S = 10.0
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self._row: Mapping[str, Any] = {}
+        self._last_row = self._last_said = self._started = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> "ProgressBar":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(compact=True),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("starting both workers", total=self.max_steps)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def describe(self) -> str:
+        """The numbers beside the bar."""
+        row = self._row
+        return (
+            f"reward {number(row, 'reward', '.2f')} acc {number(row, 'accuracy', '.0%')} "
+            f"kl {number(row, 'kl', '.3f')} stale {number(row, 'staleness_mean', '.1f')}"
+        )
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Take in one step."""
+        self._row, self._last_row = row, time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], description=self.describe())
+        self.tick()
+
+    def tick(self) -> None:
+        """Call often: says where the run is, also when it stands still."""
+        now = time.monotonic()
+        if self._bar is not None or now - self._last_said < self.PLAIN_EVERY_S:
+            return
+        self._last_said = now
+        step = self._row.get("step", 0)
+        if not step:
+            log.info("no step yet (%.0f s)", now - self._started)
+            return
+        eta_s = (self.max_steps - step) * (self._last_row - self._started) / step
+        log.info(
+            "step %d/%d, %s, last step %.0f s ago, ETA %.0f s",
+            step, self.max_steps, self.describe(), now - self._last_row, eta_s,
+        )  # fmt: skip
+
+
+# Panels of the picture: title, y label, metrics drawn in it.
+PANELS = (
+    ("Reward", "reward", ("reward", "reward/*")),
+    ("Accuracy of sampled completions", "share right", ("accuracy", "finished_frac")),
+    ("KL to the base model", "nats a token", ("kl",)),
+    ("Clipping and gradient", "share / norm", ("clip_frac", "grad_norm")),
+    ("Staleness", "versions / share", ("staleness_mean", "staleness_max", "zero_std_frac")),
+    ("Speed", "seconds", ("step_s", "wait_s", "train_s")),
+)
+
+
+def plot_curves(metrics_path: Path, png_path: Path) -> None:
+    """Draw the metrics of a run; works on an empty file too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = MetricsReader(metrics_path).new_rows()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    figure, axes = plt.subplots(2, 3, figsize=(15, 7), layout="constrained")
+    for axis, (title, label, wanted) in zip(axes.flat, PANELS, strict=True):
+        drawn = [n for w in wanted for n in names if n == w or w == "reward/*" and n.startswith("reward/")]
+        for name in drawn:
+            points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, linewidth=1.5)
+        axis.set(title=title, xlabel="optimizer step", ylabel=label)
+        axis.grid(alpha=0.3)
+        if drawn:
+            axis.legend(fontsize="small")
+    figure.savefig(png_path, dpi=100)
+    plt.close(figure)
