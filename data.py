@@ -76,7 +76,9 @@ def load_problems(
     return problems
 
 
-def make_problem(row: dict[str, Any], where: str, question_column: str, answer_column: str) -> Problem:
+def make_problem(
+    row: dict[str, Any], where: str, question_column: str, answer_column: str
+) -> Problem:
     """Check one row. Raises DataError."""
     for column, flag in ((question_column, "question_column"), (answer_column, "answer_column")):
         if column not in row:

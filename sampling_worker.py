@@ -1,6 +1,6 @@
 """The sampler: draws completions with the newest published adapter, scores them, sends whole groups to the learner.
 
-    python sampling_worker.py --model_path M --lora_path ./checkpoints --batch_size 8 --port 5555
+python sampling_worker.py --model_path M --lora_path ./checkpoints --batch_size 8 --port 5555
 """
 
 import logging
@@ -27,7 +27,9 @@ def sample(settings: SamplerSettings, stop: StopFlag) -> None:
     log.info("%d training prompts, %d dropped as longer than %d tokens", len(prompts), num_dropped,
              settings.max_prompt_tokens)  # fmt: skip
     if not prompts:
-        raise DataError(f"every prompt is longer than --max_prompt_tokens {settings.max_prompt_tokens}")
+        raise DataError(
+            f"every prompt is longer than --max_prompt_tokens {settings.max_prompt_tokens}"
+        )
     order = PromptOrder(len(prompts), settings.seed, settings.sampler_id)
     scorer = Scorer(reward_function, check_answer, log)
     try:

@@ -1,7 +1,7 @@
 """The learner: receives groups of rollouts, takes optimizer steps on LoRA weights, publishes them for the sampler.
 
-    deepspeed --num_gpus=2 training_worker.py --model_path M --save_path ./checkpoints --ds_config ds_config.json
-    python training_worker.py …          the same on one rank, without a launcher
+deepspeed --num_gpus=2 training_worker.py --model_path M --save_path ./checkpoints --ds_config ds_config.json
+python training_worker.py …          the same on one rank, without a launcher
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 from splitgrpo.config import LearnerSettings, PeerTimeout, parse_settings
 from splitgrpo.learner import Learner
 from splitgrpo.monitor import setup_logging
-from splitgrpo.process import Stopped, StopFlag, end_process, run_main
+from splitgrpo.process import StopFlag, Stopped, end_process, run_main
 from utils import LOSSES, group_advantages
 
 log = logging.getLogger("learner")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 FORMAT_REWARD, ANSWER_REWARD = 1.25, 1.0
-MAX_ANSWER_CHARS = 256  # more than this inside <answer> is no answer; it also bounds the time to read it
+MAX_ANSWER_CHARS = (
+    256  # more than this inside <answer> is no answer; it also bounds the time to read it
+)
 MAX_LOG_RATIO = 20.0  # exp() of more overflows float32 into NaN gradients
 
 # ---- reward -------------------------------------------------------------------------------------
@@ -78,7 +80,9 @@ def strip_special_tokens(text: str) -> str:
 SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>")
 NUMBER = re.compile(r"(?<![0-9.,])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
-EXPRESSION = re.compile(r"[0-9)]\s*(?:[-+*^×·÷]|\\times|\\cdot|\*\*)\s*[0-9(.]|[0-9][eE][-+]?[0-9]|\^")
+EXPRESSION = re.compile(
+    r"[0-9)]\s*(?:[-+*^×·÷]|\\times|\\cdot|\*\*)\s*[0-9(.]|[0-9][eE][-+]?[0-9]|\^"
+)
 
 
 def parse_number(text: str) -> Fraction | None:

@@ -128,7 +128,9 @@ class Publisher:
         """Write the PEFT files and the manifest into an empty folder."""
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         self.config.save_pretrained(str(folder))
-        files = {n: ((folder / n).stat().st_size, sha256_file(folder / n)) for n in (WEIGHTS, CONFIG)}
+        files = {
+            n: ((folder / n).stat().st_size, sha256_file(folder / n)) for n in (WEIGHTS, CONFIG)
+        }
         manifest = Manifest(
             version=version,
             lineage=self.lineage,
@@ -174,7 +176,9 @@ def read_pointer(run_dir: Path) -> Pointer | None:
         return None
     pointer: Pointer = read_struct(path, Pointer)
     if not FOLDER.fullmatch(pointer.folder):
-        raise AdapterError(f"{path} names the folder {pointer.folder!r}, which is no adapter's name")
+        raise AdapterError(
+            f"{path} names the folder {pointer.folder!r}, which is no adapter's name"
+        )
     return pointer
 
 

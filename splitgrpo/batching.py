@@ -40,7 +40,9 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
-def plan_rows(lengths: Sequence[int], num_ranks: int, micro_batch_size: int) -> list[list[list[int]]]:
+def plan_rows(
+    lengths: Sequence[int], num_ranks: int, micro_batch_size: int
+) -> list[list[list[int]]]:
     """Give each rank the same number of micro-batches: result[micro][rank] lists row numbers.
 
     Rows are taken longest first, so that the rows of one micro-batch, and the ranks at one moment, have like lengths.

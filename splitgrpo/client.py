@@ -29,9 +29,7 @@ from splitgrpo.wire import (
 )
 
 SAY_EVERY_S = 10.0
-REFUSED_FOR_S = (
-    15.0  # a restarted sampler is refused until its dead twin's last heartbeat is old
-)
+REFUSED_FOR_S = 15.0  # a restarted sampler is refused until its dead twin's last heartbeat is old
 
 
 class RunFinished(Exception):
@@ -58,9 +56,7 @@ class GroupClient(SocketThread):
         self.resent = 0
         self._progress = 0
         self._status = "starting"
-        self._unacked: collections.deque[tuple[GroupHeader, bytes]] = (
-            collections.deque()
-        )
+        self._unacked: collections.deque[tuple[GroupHeader, bytes]] = collections.deque()
         self._welcomed = False
         self._wanted = 0
         self._grant: Grant | None = None
@@ -178,9 +174,7 @@ class GroupClient(SocketThread):
                          progress=self._progress, status=self._status)  # fmt: skip
         self.post(b"", beat)
 
-    def on_message(
-        self, identity: bytes, message: Message, blob: bytes, payload: bytes
-    ) -> None:
+    def on_message(self, identity: bytes, message: Message, blob: bytes, payload: bytes) -> None:
         """Take what the learner says."""
         if isinstance(message, Welcome):
             self._on_welcome(message)
@@ -224,9 +218,7 @@ class GroupClient(SocketThread):
         for header, blob in self._unacked:
             self.post(b"", header, blob)
             self.resent += 1
-        self.next_seq = (
-            self._unacked[-1][0].seq + 1 if self._unacked else welcome.next_seq
-        )
+        self.next_seq = self._unacked[-1][0].seq + 1 if self._unacked else welcome.next_seq
         if self._wanted:
             self._request()
 

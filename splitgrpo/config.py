@@ -114,7 +114,9 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     """Turn one declared knob into one argparse flag."""
     text = field.metadata["help"].replace("%", "%%")
     if field.type is bool:
-        parser.add_argument(f"--{field.name}", action="store_true", default=field.default, help=text)
+        parser.add_argument(
+            f"--{field.name}", action="store_true", default=field.default, help=text
+        )
         return
     kind = float if field.type == float | None else field.type
     parser.add_argument(
@@ -150,7 +152,9 @@ def check_settings(settings: SharedSettings) -> None:
     s = settings
     require(s.group_size >= 2, f"--group_size {s.group_size}: a group needs at least 2 completions "
             "to have a baseline; with fewer every advantage is 0. Use 4 to 16.")  # fmt: skip
-    require(0 < s.temperature <= 10, f"--temperature {s.temperature}: must be above 0 and at most 10")
+    require(
+        0 < s.temperature <= 10, f"--temperature {s.temperature}: must be above 0 and at most 10"
+    )
     require(0 < s.top_p <= 1, f"--top_p {s.top_p}: must be above 0 and at most 1")
     require(s.top_k >= 0, f"--top_k {s.top_k}: must be 0 (off) or more")
     for name in ("max_new_tokens", "max_prompt_tokens", "max_steps", "lora_rank", "lora_alpha"):
@@ -158,7 +162,10 @@ def check_settings(settings: SharedSettings) -> None:
     require(s.max_staleness >= 0, f"--max_staleness {s.max_staleness}: must be 0 or more")
     for name in ("kl_coef", "clip_eps", "clip_eps_high", "learning_rate"):
         value = getattr(s, name)
-        require(value is None or 0 <= value < float("inf"), f"--{name} {value}: must be 0 or more and finite")
+        require(
+            value is None or 0 <= value < float("inf"),
+            f"--{name} {value}: must be 0 or more and finite",
+        )
     require(1 <= s.port <= 65535, f"--port {s.port}: must be 1 to 65535")
     require(s.wait_timeout_s > 0, f"--wait_timeout_s {s.wait_timeout_s}: must be above 0")
     require(s.host in ("127.0.0.1", "localhost"), f"--host {s.host}: only loopback is allowed, because messages "
@@ -168,7 +175,9 @@ def check_settings(settings: SharedSettings) -> None:
                 f"--batch_size {s.batch_size} is not a multiple of --group_size {s.group_size}: a round samples whole "
                 f"groups. Try --batch_size {max(1, s.batch_size // s.group_size) * s.group_size}.")  # fmt: skip
         require(s.sampler_id >= 0, f"--sampler_id {s.sampler_id}: must be 0 or more")
-        require(s.reload_failures >= 1, f"--reload_failures {s.reload_failures}: must be at least 1")
+        require(
+            s.reload_failures >= 1, f"--reload_failures {s.reload_failures}: must be at least 1"
+        )
     if isinstance(s, LearnerSettings):
         for name in ("save_steps", "sync_steps", "keep_checkpoints", "max_bad_steps"):
             require(getattr(s, name) >= 1, f"--{name} {getattr(s, name)}: must be at least 1")

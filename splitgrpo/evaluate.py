@@ -82,17 +82,19 @@ def greedy_report(
     )
 
 
-def load_engine(
-    model_path: str, adapter: str | None, dtype: str, num_threads: int
-) -> HFEngine:
+def load_engine(model_path: str, adapter: str | None, dtype: str, num_threads: int) -> HFEngine:
     """A Hugging Face engine on the GPU, or on the CPU where there is none. `adapter` is any PEFT folder."""
     torch.set_num_threads(default_threads(num_threads))
     kind = models.DTYPES.get(dtype) or getattr(models.load_config(model_path), "dtype", None)
     device = models.pick_device("cuda:0", log)
+    if dtype == "auto" and not models.bfloat16_is_fast(device):
+        kind = torch.float32
     model: Any = models.load_base(model_path, kind or torch.float32, device)
     if adapter is not None:
         if not (Path(adapter) / "adapter_config.json").exists():
-            raise SettingsError(f"--adapter {adapter}: looked for adapter_config.json there, found none")
+            raise SettingsError(
+                f"--adapter {adapter}: looked for adapter_config.json there, found none"
+            )
         model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
     return HFEngine(model, models.load_tokenizer(model_path))
 
@@ -111,7 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=50)
     parser.add_argument("--num_threads", type=int, default=0, help="0: half the cores")
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the model's own"
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="auto: the model's own, or float32 on a CPU where bfloat16 is slow",
     )
     parser.add_argument("--json", help="write the report to this file too")
     return parser
@@ -127,7 +132,9 @@ def evaluate(args: argparse.Namespace, on_token: Callable[[], None] = lambda: No
     engine = load_engine(args.model_path, args.adapter, args.dtype, args.num_threads)
     prompts, num_dropped = build_prompts(problems, engine.tokenizer, args.max_prompt_tokens)
     if num_dropped:
-        log.warning("%d prompts dropped as longer than %d tokens", num_dropped, args.max_prompt_tokens)
+        log.warning(
+            "%d prompts dropped as longer than %d tokens", num_dropped, args.max_prompt_tokens
+        )
     if not prompts:
         raise DataError(f"{args.data}: no test problem fits in {args.max_prompt_tokens} tokens")
     return greedy_report(

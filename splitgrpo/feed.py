@@ -58,7 +58,9 @@ class Feed:
                 elif time.monotonic() - said > SAY_EVERY_S:
                     said = time.monotonic()
                     waited = said - started
-                    self.log.info("waiting for rollouts (%.0f s): %s", waited, self.server.describe())
+                    self.log.info(
+                        "waiting for rollouts (%.0f s): %s", waited, self.server.describe()
+                    )
             op, size, stop = self.agree([op, len(payload), int(self.should_stop())])
             if stop:
                 return None

@@ -155,9 +155,7 @@ class Learner:
             raise SettingsError("another rank was stopped")
         self.step += 1
         for group in groups:
-            self.cursor[group.sampler_id] = max(
-                self.cursor.get(group.sampler_id, 0), group.seq + 1
-            )
+            self.cursor[group.sampler_id] = max(self.cursor.get(group.sampler_id, 0), group.seq + 1)
         if warning := self.bad_steps.note(result, self.step):
             self.log.warning("%s", warning)
         result["train_s"] = time.monotonic() - started

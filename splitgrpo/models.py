@@ -78,7 +78,11 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> PeftModel:
     Dropout is 0: with it, the learner's log-probs would not be those of the policy that sampled.
     """
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -114,6 +118,13 @@ def lora_config(model: PeftModel) -> LoraConfig:
     return config
 
 
+def bfloat16_is_fast(device: torch.device | str) -> bool:
+    """Whether bfloat16 pays here: on a CPU without instructions for it, it is emulated at half of float32's speed."""
+    if torch.device(device).type != "cpu":
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def describe_parameters(model: PeftModel) -> str:
     """How many parameters train."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -125,7 +136,7 @@ def pick_device(device: str, log: logging.Logger) -> torch.device:
     """The device asked for, or the CPU where there is no GPU at all. Raises SettingsError for a GPU that isn't there."""
     wanted = torch.device(device)
     if wanted.type == "cuda" and not torch.cuda.is_available():
-        log.info("no GPU here: sampling on the CPU instead of --device %s", device)
+        log.info("no GPU here: using the CPU instead of %s", device)
         return torch.device("cpu")
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
         raise SettingsError(f"--device {device}: this machine has {torch.cuda.device_count()} GPUs")

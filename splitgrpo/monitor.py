@@ -198,7 +198,12 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), layout="constrained")
     for axis, (title, label, wanted) in zip(axes.flat, PANELS, strict=True):
-        drawn = [n for w in wanted for n in names if n == w or w == "reward/*" and n.startswith("reward/")]
+        drawn = [
+            n
+            for w in wanted
+            for n in names
+            if n == w or (w == "reward/*" and n.startswith("reward/"))
+        ]
         for name in drawn:
             points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
             if points:

@@ -117,7 +117,7 @@ def check_rollout(r: Rollout, *, vocab_size: int, max_len: int, want_ref: bool) 
         )
     low, high = int(r.token_ids.min()), int(r.token_ids.max())
     _check(
-        0 <= low and high < vocab_size,
+        low >= 0 and high < vocab_size,
         f"token_ids: {low}..{high} outside the vocabulary 0..{vocab_size - 1}",
     )
     prompt_len = length - r.completion_len
@@ -134,9 +134,7 @@ def check_rollout(r: Rollout, *, vocab_size: int, max_len: int, want_ref: bool) 
             values = streams[name][0]
             _check(bool(np.isfinite(values).all()), f"{name}: not finite")
             # A log-prob is at most 0; float32 log-softmax may exceed it by rounding.
-            _check(
-                float(values.max()) <= 1e-4, f"{name}: {float(values.max())} is above 0"
-            )
+            _check(float(values.max()) <= 1e-4, f"{name}: {float(values.max())} is above 0")
             _check(not values[:prompt_len].any(), f"{name}: not 0.0 on the prompt")
     for name, value in {"reward": r.reward, **r.reward_parts}.items():
         _check(bool(np.isfinite(value)), f"reward part {name}: {value} is not finite")

@@ -47,16 +47,16 @@ class Sampler:
         device = models.pick_device(settings.device, log)
         torch.set_num_threads(default_threads(settings.num_threads))
         self.tokenizer = models.load_tokenizer(settings.model_path)
-        self.adapter: Adapter = self._wait_for(self._first_adapter, "a learner to publish an adapter")
+        self.adapter: Adapter = self._wait_for(
+            self._first_adapter, "a learner to publish an adapter"
+        )
         dtype = models.DTYPES[self.adapter.manifest.base_dtype]
         base = models.load_base(settings.model_path, dtype, device)
         self.engine = HFEngine(models.attach_adapter(base, self.adapter), self.tokenizer)
         self.client = GroupClient(
             (settings.host, settings.port),
             read_key(self.run_dir / "run.key"),
-            make_hello(
-                settings.sampler_id, self.adapter.pointer.run_id, agreed_settings(settings)
-            ),
+            make_hello(settings.sampler_id, self.adapter.pointer.run_id, agreed_settings(settings)),
             wait_timeout_s=settings.wait_timeout_s,
             check_stop=stop.raise_if_set,
             log=log,

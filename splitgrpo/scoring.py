@@ -41,9 +41,7 @@ class Scorer:
         """
         scores = [self.score(text, ground_truth) for text in responses]
         names = list(dict.fromkeys(name for s in scores for name in s.parts))
-        return [
-            Score(s.reward, {n: s.parts.get(n, 0.0) for n in names}, s.correct) for s in scores
-        ]
+        return [Score(s.reward, {n: s.parts.get(n, 0.0) for n in names}, s.correct) for s in scores]
 
     def score(self, response: str, ground_truth: str) -> Score:
         """Score one completion."""

@@ -130,9 +130,7 @@ class GroupServer(SocketThread):
         """Say that the main thread is alive (samplers watch it)."""
         with self.lock:
             self.progress += 1
-            self.last_progress = (
-                time.monotonic()
-            )  # waiting for data starts only after work ends
+            self.last_progress = time.monotonic()  # waiting for data starts only after work ends
 
     def idle_s(self) -> float:
         """Seconds since any sampler last did something."""
@@ -154,9 +152,7 @@ class GroupServer(SocketThread):
         """Say goodbye to every sampler and free the port."""
         with self.lock:
             for peer in self.peers.values():
-                bye = Bye(
-                    sampler_id=0, session=self.boot_id, finished=finished, reason=reason
-                )
+                bye = Bye(sampler_id=0, session=self.boot_id, finished=finished, reason=reason)
                 self.post(peer.identity, bye)
         self.stop()
 
@@ -173,9 +169,7 @@ class GroupServer(SocketThread):
         for peer in self.peers.values():
             self.post(peer.identity, beat)
 
-    def on_message(
-        self, identity: bytes, message: Message, blob: bytes, payload: bytes
-    ) -> None:
+    def on_message(self, identity: bytes, message: Message, blob: bytes, payload: bytes) -> None:
         """Route one signed message; all but a hello need a session that was welcomed."""
         if isinstance(message, Hello):
             self._welcome(identity, message)
@@ -212,12 +206,8 @@ class GroupServer(SocketThread):
         self.next_seq[hello.sampler_id] = next_seq
         self.peers[hello.sampler_id] = Peer(identity, hello.session, next_seq)
         if old is None:
-            self.log.info(
-                "sampler %d joined, goes on from group %d", hello.sampler_id, next_seq
-            )
-        welcome = Welcome(
-            next_seq=next_seq, policy_version=self.version, boot_id=self.boot_id
-        )
+            self.log.info("sampler %d joined, goes on from group %d", hello.sampler_id, next_seq)
+        welcome = Welcome(next_seq=next_seq, policy_version=self.version, boot_id=self.boot_id)
         self.post(identity, welcome)
         self.last_progress = time.monotonic()
 
@@ -230,11 +220,7 @@ class GroupServer(SocketThread):
             text = f"run id: learner {plan.run_id}, sampler {hello.run_id}: start it with this run's --lora_path"
             return Refuse(reason=text, retry=False)
         if differing := disagreements(plan.settings, hello.settings):
-            text = (
-                "settings differ: "
-                + "; ".join(differing)
-                + ". Give both the same value."
-            )
+            text = "settings differ: " + "; ".join(differing) + ". Give both the same value."
             return Refuse(reason=text, retry=False)
         silent_s = time.monotonic() - old.last_seen if old else 0.0
         if old and old.session != hello.session and silent_s < 3 * HEARTBEAT_S:
@@ -242,12 +228,8 @@ class GroupServer(SocketThread):
             return Refuse(reason=text, retry=True)
         return None
 
-    def _receive_group(
-        self, peer: Peer, header: GroupHeader, blob: bytes, payload: bytes
-    ) -> None:
-        if (
-            header.seq < peer.next_seq
-        ):  # a repeat after a reconnect: it is with us already
+    def _receive_group(self, peer: Peer, header: GroupHeader, blob: bytes, payload: bytes) -> None:
+        if header.seq < peer.next_seq:  # a repeat after a reconnect: it is with us already
             self.post(peer.identity, Ack(seq=peer.next_seq - 1))
             return
         if header.seq > peer.next_seq:  # a gap: ask for what is missing
@@ -268,9 +250,7 @@ class GroupServer(SocketThread):
             self._admit(group, header)
         except (MessageError, RolloutError) as error:
             self.dropped["invalid"] += 1
-            self.log.warning(
-                "group %d:%d dropped: %s", header.sampler_id, header.seq, error
-            )
+            self.log.warning("group %d:%d dropped: %s", header.sampler_id, header.seq, error)
         else:
             self.accepted += 1
             self._queue.append((group, payload))
@@ -304,9 +284,7 @@ class GroupServer(SocketThread):
             if num > 0:
                 peer.wanted = 0
                 peer.outstanding += num
-                self.post(
-                    peer.identity, Grant(num_groups=num, policy_version=self.version)
-                )
+                self.post(peer.identity, Grant(num_groups=num, policy_version=self.version))
 
     def _drop_stale(self, version: int) -> None:
         oldest = version - self.plan.max_staleness
@@ -315,9 +293,7 @@ class GroupServer(SocketThread):
             self._queue = collections.deque(kept)
             self.dropped["stale"] += num
             self.accepted -= num
-            self.log.warning(
-                "%d groups dropped: sampled by a version before %d", num, oldest
-            )
+            self.log.warning("%d groups dropped: sampled by a version before %d", num, oldest)
             self._grant()
 
 

@@ -51,9 +51,7 @@ def read_key(path: Path) -> bytes:
     except ValueError:
         key = b""
     if len(key) != 32:
-        raise SettingsError(
-            f"{path} is not a key of 64 hex digits: remove it, restart the learner"
-        )
+        raise SettingsError(f"{path} is not a key of 64 hex digits: remove it, restart the learner")
     return key
 
 
@@ -64,9 +62,7 @@ class SocketThread:
     threads under `self.lock`, a Condition that is notified after every change.
     """
 
-    def __init__(
-        self, socket_type: int, key: bytes, log: logging.Logger, name: str
-    ) -> None:
+    def __init__(self, socket_type: int, key: bytes, log: logging.Logger, name: str) -> None:
         self.lock = threading.Condition()
         self.log = log
         self.key = key
@@ -84,9 +80,7 @@ class SocketThread:
 
     # -- for subclasses, on the thread ---------------------------------------------------------------------------
 
-    def on_message(
-        self, identity: bytes, message: Message, blob: bytes, payload: bytes
-    ) -> None:
+    def on_message(self, identity: bytes, message: Message, blob: bytes, payload: bytes) -> None:
         """Handle one message whose signature was right."""
         raise NotImplementedError
 
@@ -121,16 +115,14 @@ class SocketThread:
     def raise_if_failed(self) -> None:
         """Raise in the caller what ended the thread: a hidden dead thread is a run that waits for ever."""
         if self.error is not None:
-            raise RuntimeError(
-                f"the socket thread ended: {self.error!r}"
-            ) from self.error
+            raise RuntimeError(f"the socket thread ended: {self.error!r}") from self.error
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # noqa: BLE001 raise_if_failed raises it in the main thread
+        except BaseException as error:
             with self.lock:
                 self.error = error
                 self.lock.notify_all()
@@ -182,16 +174,12 @@ class SocketThread:
             kind = "other"
         self.invalid[kind] += 1
         if str(self.invalid[kind]).strip("0") == "1":
-            self.log.warning(
-                "message dropped (%d so far): %s", self.invalid[kind], reason[:300]
-            )
+            self.log.warning("message dropped (%d so far): %s", self.invalid[kind], reason[:300])
 
     def _flush(self) -> None:
         while self._outbox:
             identity, payload = self._outbox[0]
-            frames = (
-                [identity, payload] if self._socket.type == zmq.ROUTER else [payload]
-            )
+            frames = [identity, payload] if self._socket.type == zmq.ROUTER else [payload]
             try:
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:

@@ -25,7 +25,9 @@ from splitgrpo.process import StopFlag, end_process, run_main
 log = logging.getLogger("warmstart")
 SAY_EVERY_S = 10.0
 
-Row = tuple[np.ndarray, np.ndarray]  # (P,) int32 prompt ids, (C,) int32 response ids with the end token
+Row = tuple[
+    np.ndarray, np.ndarray
+]  # (P,) int32 prompt ids, (C,) int32 response ids with the end token
 
 
 def warmstart(
@@ -43,6 +45,7 @@ def warmstart(
     AdamW with a linear warm-up over a tenth of the steps and a linear decay to zero.
     """
     dtype = next(model.parameters()).dtype
+    mixed = dtype == torch.bfloat16 and models.bfloat16_is_fast(model.device)
     model.float().requires_grad_(True).train()
     policy = PolicyModule(model, 1.0, 0, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -58,7 +61,7 @@ def warmstart(
             order = np.concatenate([order, rng.permutation(len(rows))])
         batch, order = [rows[i] for i in order[:batch_size]], order[batch_size:]
         ids, attention, mask = pad(batch, next(model.parameters()).device)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
             logprobs = policy(ids, attention, mask)
         loss = -logprobs.sum() / mask.sum()
         loss.backward()
@@ -69,7 +72,13 @@ def warmstart(
         losses.append(loss.item())
         if step == 0 or time.monotonic() - said > SAY_EVERY_S:
             said = time.monotonic()
-            log.info("warm start step %d/%d, loss %.3f (%.0f s)", step + 1, steps, losses[-1], said - started)
+            log.info(
+                "warm start step %d/%d, loss %.3f (%.0f s)",
+                step + 1,
+                steps,
+                losses[-1],
+                said - started,
+            )
     model.to(dtype).requires_grad_(False).eval()
     return float(np.mean(losses[-max(1, steps // 10) :]))
 
@@ -117,7 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--max_prompt_tokens", type=int, default=512)
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="longer responses are left out")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=256, help="longer responses are left out"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_threads", type=int, default=0, help="0: half the cores")
     return parser
@@ -145,7 +156,13 @@ def run(args: argparse.Namespace, check_stop: Callable[[], None] = lambda: None)
         raise DataError(f"{args.data}: no training row fits the token limits")
     kind = getattr(models.load_config(args.model_path), "dtype", None) or torch.float32
     model = models.load_base(args.model_path, kind, models.pick_device("cuda:0", log))
-    log.info("warm start: %d of %d rows fit, %d steps of %d", len(rows), len(problems), args.steps, args.batch_size)
+    log.info(
+        "warm start: %d of %d rows fit, %d steps of %d",
+        len(rows),
+        len(problems),
+        args.steps,
+        args.batch_size,
+    )
     loss = warmstart(
         model, rows, steps=args.steps, batch_size=args.batch_size,
         learning_rate=args.learning_rate, seed=args.seed, check_stop=check_stop,

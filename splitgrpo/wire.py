@@ -119,9 +119,7 @@ class Bye(Header, frozen=True, tag="bye"):
     reason: Text
 
 
-Message = (
-    Hello | Welcome | Refuse | Request | Grant | Heartbeat | GroupHeader | Ack | Bye
-)
+Message = Hello | Welcome | Refuse | Request | Grant | Heartbeat | GroupHeader | Ack | Bye
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -135,9 +133,7 @@ def seal(key: bytes, header: Header, blob: bytes = b"") -> bytes:
     body = struct.pack("<I", len(head)) + head + blob
     size = len(MAGIC) + MAC_BYTES + len(body)
     if size > MAX_MESSAGE_BYTES:
-        raise MessageError(
-            f"a message of {size} bytes is above the cap of {MAX_MESSAGE_BYTES}"
-        )
+        raise MessageError(f"a message of {size} bytes is above the cap of {MAX_MESSAGE_BYTES}")
     return MAGIC + hmac.digest(key, body, "sha256") + body
 
 
@@ -147,17 +143,11 @@ def unseal(key: bytes, payload: bytes) -> tuple[Message, bytes]:
     if len(payload) < start + 4 or payload[: len(MAGIC)] != MAGIC:
         raise MessageError("not a message of this program")
     body = payload[start:]
-    if not hmac.compare_digest(
-        payload[len(MAGIC) : start], hmac.digest(key, body, "sha256")
-    ):
-        raise MessageError(
-            "wrong signature: signed with another run's key, or changed on the way"
-        )
+    if not hmac.compare_digest(payload[len(MAGIC) : start], hmac.digest(key, body, "sha256")):
+        raise MessageError("wrong signature: signed with another run's key, or changed on the way")
     (head_len,) = struct.unpack("<I", body[:4])
     if head_len > min(MAX_HEADER_BYTES, len(body) - 4):
-        raise MessageError(
-            f"header length {head_len} does not fit a body of {len(body)} bytes"
-        )
+        raise MessageError(f"header length {head_len} does not fit a body of {len(body)} bytes")
     try:
         return _decoder.decode(body[4 : 4 + head_len]), body[4 + head_len :]
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
@@ -170,9 +160,7 @@ def settings_hash(settings: dict[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def pack_group(
-    group: Group, session: str, settings_digest: str
-) -> tuple[GroupHeader, bytes]:
+def pack_group(group: Group, session: str, settings_digest: str) -> tuple[GroupHeader, bytes]:
     """Turn a group into header and blob; the arrays of its rollouts are joined, `lengths` tells where to cut."""
     rs = group.rollouts
     names = tuple(rs[0].reward_parts)
@@ -226,9 +214,7 @@ def unpack_group(header: GroupHeader, blob: bytes) -> Group:
         raise MessageError(f"bad blob: {error}") from error
     num, parts = _check_arrays(arrays, len(header.part_names))
     cuts = np.cumsum(arrays["lengths"])[:-1]
-    split = {
-        n: np.split(arrays[n], cuts) for n in (*STREAMS, "ref_logprobs") if n in arrays
-    }
+    split = {n: np.split(arrays[n], cuts) for n in (*STREAMS, "ref_logprobs") if n in arrays}
     rollouts = tuple(
         Rollout(
             token_ids=split["token_ids"][i],
@@ -256,9 +242,7 @@ def unpack_group(header: GroupHeader, blob: bytes) -> Group:
     )
 
 
-def _check_arrays(
-    arrays: dict[str, np.ndarray], num_parts: int
-) -> tuple[int, np.ndarray]:
+def _check_arrays(arrays: dict[str, np.ndarray], num_parts: int) -> tuple[int, np.ndarray]:
     """Names, dtypes and shapes of a blob; returns the number of rollouts and their reward parts."""
 
     def expect(name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -276,13 +260,9 @@ def _check_arrays(
     num = lengths.size
     expect("lengths", np.int32, (num,))
     if num < 1 or lengths.min() < 2:
-        raise MessageError(
-            f"lengths: {num} rollouts, the shortest of {lengths.min(initial=0)}"
-        )
+        raise MessageError(f"lengths: {num} rollouts, the shortest of {lengths.min(initial=0)}")
     total = int(lengths.sum(dtype=np.int64))
-    streams = STREAMS | (
-        {"ref_logprobs": np.float32} if "ref_logprobs" in arrays else {}
-    )
+    streams = STREAMS | ({"ref_logprobs": np.float32} if "ref_logprobs" in arrays else {})
     for name, dtype in streams.items():
         expect(name, dtype, (total,))
     for name, dtype in PER_ROLLOUT.items():

@@ -114,7 +114,9 @@ def rewritten(run_dir, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][path.name] = [path.stat().st_size, sha256_file(path)]
     write_json(folder / "manifest.json", manifest)
-    write_json(run_dir / "latest.json", msgspec.to_builtins(pointer) | {"sha256": sha256_file(path)})
+    write_json(
+        run_dir / "latest.json", msgspec.to_builtins(pointer) | {"sha256": sha256_file(path)}
+    )
 
 
 CONTENT = {
@@ -141,7 +143,9 @@ def test_wrong_content_is_refused_and_the_old_adapter_stays(run, reason):
         assert torch.equal(value, before[key])
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "adapter_config.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove"])
 def test_a_damaged_file_is_refused(run, name, damage):
     run_dir, model, publisher = run
@@ -163,7 +167,9 @@ def test_a_damaged_file_is_refused(run, name, damage):
         return
     # A flipped bit in the manifest may hit text that is only shown; what is used must be untouched.
     assert (name, damage) == ("manifest.json", "flip")
-    assert adapter.pointer.sha256 == sha256_file(run_dir / "adapters/v000000.L1/adapter_model.safetensors")
+    assert adapter.pointer.sha256 == sha256_file(
+        run_dir / "adapters/v000000.L1/adapter_model.safetensors"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', '{"version": "1"}'])

@@ -120,6 +120,6 @@ def test_a_non_finite_gradient_is_skipped_and_said_and_leaves_the_weights_finite
 
 
 def test_the_logged_gradient_norm_is_that_before_clipping(tmp_path, whole):
-    tensors, results = run_step(tmp_path, clipping=1e-3)
+    _, results = run_step(tmp_path, clipping=1e-3)
     assert results[0]["grad_norm"] == pytest.approx(whole[1][0]["grad_norm"], rel=1e-5)
     assert results[0]["grad_norm"] > 1e-3

@@ -33,7 +33,9 @@ def net():
             opened.append(lambda: server.close(finished=False, reason="test over"))
             return server
 
-        def client(self, key=KEY, settings=SETTINGS, run_id="run", sampler_id=0, wait_timeout_s=8.0):
+        def client(
+            self, key=KEY, settings=SETTINGS, run_id="run", sampler_id=0, wait_timeout_s=8.0
+        ):
             client = GroupClient(
                 ("127.0.0.1", port), key, make_hello(sampler_id, run_id, settings),
                 wait_timeout_s=wait_timeout_s, check_stop=lambda: None, log=LOG,
@@ -152,7 +154,9 @@ def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_g
     again = net.server(next_seq={0: 2}, lineage=2, start_version=1)
     num, version = client.wait_grant(4)
     assert (num, version) == (4, 1)
-    assert client.next_seq == 2  # groups 2 and 3 were lost with the first learner and are made again
+    assert (
+        client.next_seq == 2
+    )  # groups 2 and 3 were lost with the first learner and are made again
     send(client, make_group, 2, version=1, lineage=2)
     assert [g.seq for g, _ in again.take(2, 1, 5.0)] == [2, 3]
 
@@ -191,14 +195,24 @@ def test_a_taken_port_is_named_with_who_holds_it(net):
 def test_strangers_on_the_port_do_not_disturb_a_run(net, make_group):
     server, client = net.server(), net.client()
     client.wait_grant(2)
-    for noise in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 20, b"\x16\x03\x01\x02\x00" * 99):
+    for noise in (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(range(256)) * 20,
+        b"\x16\x03\x01\x02\x00" * 99,
+    ):
         with socket.create_connection(("127.0.0.1", net.port_number), timeout=2) as raw:
             raw.sendall(noise)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 500)
     dealer.connect(f"tcp://127.0.0.1:{net.port_number}")
-    for frames in ([b"x"], [b"a", b"b"], [b""], [b"SGR1" + b"y" * 99], [seal(b"z" * 32, client.hello)]):
+    for frames in (
+        [b"x"],
+        [b"a", b"b"],
+        [b""],
+        [b"SGR1" + b"y" * 99],
+        [seal(b"z" * 32, client.hello)],
+    ):
         dealer.send_multipart(frames)
     send(client, make_group, 2)
     client.drain()

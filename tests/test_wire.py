@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from splitgrpo import wire
 from splitgrpo.rollout import RolloutError, check_group
-from splitgrpo.wire import Ack, Bye, GroupHeader, MessageError, pack_group, seal, unpack_group, unseal
+from splitgrpo.wire import (
+    Ack,
+    Bye,
+    GroupHeader,
+    MessageError,
+    pack_group,
+    seal,
+    unpack_group,
+    unseal,
+)
 
 KEY = b"k" * 32
 LIMITS = {"group_size": 4, "vocab_size": 50, "max_len": 64, "want_ref": True}
