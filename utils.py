@@ -78,10 +78,14 @@ def strip_special_tokens(text: str) -> str:
 
 
 SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>")
-NUMBER = re.compile(r"(?<![0-9.,])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+# Not inside of a longer run of digits, commas and points: "1,5" is no number, it could mean two.
+NUMBER = re.compile(
+    rf"(?<![0-9])(?<![0-9][.,])(-?)({DIGITS})(?:\s*/\s*({DIGITS}))?(?![0-9]|[.,][0-9])"
+)
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 EXPRESSION = re.compile(
-    r"[0-9)]\s*(?:[-+*^×·÷]|\\times|\\cdot|\*\*)\s*[0-9(.]|[0-9][eE][-+]?[0-9]|\^"
+    r"[0-9)]\s*(?:[-+*^×·÷]|\\times|\\cdot|\*\*)\s*[0-9(.]|[0-9][eE][-+]?[0-9]|\^|/\s*[0-9.,]+\s*/"
 )
 
 
@@ -99,20 +103,12 @@ def parse_number(text: str) -> Fraction | None:
     text = re.sub(r"\\?[$€£¥%]", "", text)
     if EXPRESSION.search(text):
         return None
-    over = re.findall(r"(?<![0-9/.,])(-?[0-9,.]+)\s*/\s*([0-9,.]+)(?!\s*/)", text)
-    parts = over[-1] if over else NUMBER.findall(text)[-1:]
-    values = [read_decimal(part) for part in parts]
-    if not values or any(v is None for v in values):
+    found = NUMBER.findall(text)
+    if not found:
         return None
-    top, bottom = values[0], values[1] if len(values) == 2 else Fraction(1)
-    assert top is not None
-    return top / bottom if bottom else None
-
-
-def read_decimal(text: str) -> Fraction | None:
-    """A plain decimal number, thousands separators allowed, exactly (never through a float)."""
-    plain = text.rstrip(".,").replace(",", "")
-    return Fraction(plain) if re.fullmatch(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)", plain) else None
+    sign, top, bottom = found[-1]
+    value, below = Fraction(top.replace(",", "")), Fraction((bottom or "1").replace(",", ""))
+    return Fraction(f"{sign}1") * value / below if below else None
 
 
 def unbox(text: str) -> str:

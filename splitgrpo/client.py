@@ -188,10 +188,7 @@ class GroupClient(SocketThread):
             self._wanted, self._grant = 0, message
         elif isinstance(message, Heartbeat):
             if message.progress != self._learner_progress:
-                self._learner_progress, self._last_heard = (
-                    message.progress,
-                    time.monotonic(),
-                )
+                self._learner_progress, self._last_heard = (message.progress, time.monotonic())
         elif isinstance(message, Ack):
             while self._unacked and self._unacked[0][0].seq <= message.seq:
                 self._unacked.popleft()
@@ -202,12 +199,7 @@ class GroupClient(SocketThread):
             raise MessageError(f"a learner does not send {type(message).__name__}")
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        self._welcomed, self._refusal, self._refused_since, self._bye = (
-            True,
-            None,
-            None,
-            None,
-        )
+        self._welcomed, self._refusal, self._refused_since, self._bye = (True, None, None, None)
         self._last_heard = time.monotonic()
         while self._unacked and self._unacked[0][0].seq < welcome.next_seq:
             self._unacked.popleft()

@@ -181,6 +181,9 @@ def check_settings(settings: SharedSettings) -> None:
     if isinstance(s, LearnerSettings):
         for name in ("save_steps", "sync_steps", "keep_checkpoints", "max_bad_steps"):
             require(getattr(s, name) >= 1, f"--{name} {getattr(s, name)}: must be at least 1")
+        require(s.sync_steps <= s.max_staleness + 1, f"--sync_steps {s.sync_steps} with --max_staleness "
+                f"{s.max_staleness}: rollouts would be too old before the next adapter is published, and both workers "
+                f"would wait for ever. Use at most --sync_steps {s.max_staleness + 1}.")  # fmt: skip
         require(s.keep_adapters >= 2, f"--keep_adapters {s.keep_adapters}: must be at least 2, or an adapter is "
                 "removed while a sampler reads it")  # fmt: skip
 

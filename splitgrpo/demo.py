@@ -36,7 +36,7 @@ TEMPLATE = (
     + " {% endif %}"
 )
 CAREFUL_FRAC = 0.4
-WARM_STEPS, WARM_BATCH, WARM_LEARNING_RATE = 400, 64, 5e-3
+WARM_STEPS, WARM_BATCH, WARM_LEARNING_RATE = 350, 64, 5e-3
 
 # Flags of both workers; a step is 16 prompts x 8 completions.
 RECIPE = {
@@ -47,7 +47,7 @@ RECIPE = {
     "learning_rate": 1e-3,
     "lora_rank": 16,
     "lora_alpha": 32,
-    "max_steps": 100,
+    "max_steps": 60,
 }
 COMPLETIONS_PER_STEP = 128
 

@@ -47,10 +47,18 @@ def load_pretrained(loader: Any, model_path: str, **options: Any) -> Any:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The model's own tokenizer."""
-    from transformers import AutoTokenizer
+    """The model's own tokenizer.
 
-    return load_pretrained(AutoTokenizer, model_path)
+    transformers 5.24 takes the class that it knows for the model's type even where tokenizer_config.json states the
+    generic one, and so would split a text in another way than tokenizer.json says: what is stated is what is loaded.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    check_model_path(model_path)
+    stated = get_tokenizer_config(model_path).get("tokenizer_class")
+    generic = stated in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return load_pretrained(PreTrainedTokenizerFast if generic else AutoTokenizer, model_path)
 
 
 def load_config(model_path: str) -> Any:

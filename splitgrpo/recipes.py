@@ -205,6 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", choices=["demo", "smollm2", "qwen"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="folder under runs/ (default: RECIPE-DATE-TIME)")
+    parser.add_argument("--runs_dir", default=str(ROOT / "runs"), help="where run folders go")
     parser.add_argument("--data", help="instead of the recipe's: a path or a hub name")
     parser.add_argument("--model_path", help="smollm2, qwen: start from this model as it is")
     parser.add_argument("--max_steps", type=int, help="instead of the recipe's")
@@ -226,7 +227,7 @@ def main() -> int:
 
     def story(stop: StopFlag) -> None:
         nonlocal code
-        run_dir = ROOT / "runs" / name
+        run_dir = Path(args.runs_dir).absolute() / name
         if run_dir.exists():
             raise SettingsError(f"{run_dir} exists already: give another --name")
         code = run_recipe(recipes()[args.recipe], args, run_dir, stop.raise_if_set)

@@ -93,38 +93,23 @@ def check_rollout(r: Rollout, *, vocab_size: int, max_len: int, want_ref: bool) 
     Raises RolloutError naming the field and the value.
     """
     length = len(r.token_ids)
-    _check(
-        2 <= length <= max_len,
-        f"token_ids: {length} tokens, allowed are 2 to {max_len}",
-    )
+    _check(2 <= length <= max_len, f"token_ids: {length} tokens, allowed are 2 to {max_len}")
     streams = {"token_ids": (r.token_ids, np.int32), "completion_mask": (r.completion_mask, np.bool_),
                "old_logprobs": (r.old_logprobs, np.float32)}  # fmt: skip
     if want_ref:
-        _check(
-            r.ref_logprobs is not None,
-            "ref_logprobs: missing, although kl_coef > 0 needs them",
-        )
+        _check(r.ref_logprobs is not None, "ref_logprobs: missing, although kl_coef > 0 needs them")
     if r.ref_logprobs is not None:
         streams["ref_logprobs"] = (r.ref_logprobs, np.float32)
     for name, (array, dtype) in streams.items():
-        _check(
-            array.dtype == dtype,
-            f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}",
-        )
-        _check(
-            array.shape == (length,),
-            f"{name}: shape {array.shape}, expected ({length},)",
-        )
+        _check(array.dtype == dtype, f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}")
+        _check(array.shape == (length,), f"{name}: shape {array.shape}, expected ({length},)")
     low, high = int(r.token_ids.min()), int(r.token_ids.max())
     _check(
         low >= 0 and high < vocab_size,
         f"token_ids: {low}..{high} outside the vocabulary 0..{vocab_size - 1}",
     )
     prompt_len = length - r.completion_len
-    _check(
-        0 < prompt_len < length,
-        f"completion_mask: {prompt_len} prompt tokens of {length}",
-    )
+    _check(0 < prompt_len < length, f"completion_mask: {prompt_len} prompt tokens of {length}")
     _check(
         bool(r.completion_mask[prompt_len:].all()),
         "completion_mask: the completion is not one stretch at the end",

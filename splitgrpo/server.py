@@ -234,9 +234,7 @@ class GroupServer(SocketThread):
             return
         if header.seq > peer.next_seq:  # a gap: ask for what is missing
             welcome = Welcome(
-                next_seq=peer.next_seq,
-                policy_version=self.version,
-                boot_id=self.boot_id,
+                next_seq=peer.next_seq, policy_version=self.version, boot_id=self.boot_id
             )
             self.post(peer.identity, welcome)
             return

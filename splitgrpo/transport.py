@@ -18,14 +18,7 @@ from pathlib import Path
 import zmq
 
 from splitgrpo.config import SettingsError
-from splitgrpo.wire import (
-    MAX_MESSAGE_BYTES,
-    Header,
-    Message,
-    MessageError,
-    seal,
-    unseal,
-)
+from splitgrpo.wire import MAX_MESSAGE_BYTES, Header, Message, MessageError, seal, unseal
 
 HEARTBEAT_S = 1.0
 LINGER_MS = 1000  # zeromq's default is to hang for ever at exit

@@ -198,11 +198,7 @@ def pack_group(group: Group, session: str, settings_digest: str) -> tuple[GroupH
 
 
 # Arrays of a group's blob: dtype and rank; "streams" are cut by lengths, the others hold one row a rollout.
-STREAMS = {
-    "token_ids": np.int32,
-    "completion_mask": np.bool_,
-    "old_logprobs": np.float32,
-}
+STREAMS = {"token_ids": np.int32, "completion_mask": np.bool_, "old_logprobs": np.float32}
 PER_ROLLOUT = {"rewards": np.float64, "correct": np.bool_, "finished": np.bool_}
 
 

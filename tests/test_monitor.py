@@ -1,0 +1,77 @@
+"""Metrics on disk, on the console and as a picture."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from splitgrpo.monitor import MetricsReader, MetricsWriter, ProgressBar, plot_curves, step_line
+
+ROW = {"step": 3, "max_steps": 60, "reward": 1.5, "reward/format": 1.0, "reward/answer": 0.5, "accuracy": 0.5, "kl": 0.01,
+       "clip_frac": 0.02, "grad_norm": 0.3, "lr": 1e-6, "staleness_mean": 1.0, "tokens_per_s": 190.0, "step_s": 20.0,
+       "wait_s": 2.0}  # fmt: skip
+
+
+def test_rows_come_back_as_written_and_what_is_not_finite_becomes_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer, reader = MetricsWriter(path), MetricsReader(path)
+    assert reader.new_rows() == []
+    writer.write(ROW)
+    assert reader.new_rows() == [ROW]
+    writer.write({"step": 4, "loss": float("nan"), "ratio_max": float("inf")})
+    assert reader.new_rows() == [{"step": 4, "loss": None, "ratio_max": None}]
+    assert reader.new_rows() == []
+
+
+def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader, text = MetricsReader(path), json.dumps(ROW)
+    path.write_text(text[:20])
+    assert reader.new_rows() == []
+    path.write_text(text + "\n")
+    assert reader.new_rows() == [ROW]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="skipped: needs /dev/full")
+def test_a_full_disk_switches_the_writer_off_and_is_said_once(caplog):
+    from pathlib import Path
+
+    writer = MetricsWriter(Path("/dev/full"))
+    for _ in range(3):
+        writer.write(ROW)
+    assert caplog.text.count("no longer written") == 1
+
+
+def test_the_line_of_a_step_shows_the_parts_of_the_reward():
+    line = step_line(ROW)
+    for text in (
+        "step    3/60",
+        "reward  1.50 (format 1.00 answer 0.50)",
+        "acc  50%",
+        "stale 1.0",
+        "190 tok/s",
+    ):
+        assert text in line
+    assert "kl -" in step_line({"step": 1})
+
+
+@pytest.mark.parametrize("rows", [[], [ROW], [ROW, {"step": 4, "kl": None}, ROW | {"step": 5}]])
+def test_curves_are_drawn_from_any_number_of_rows(tmp_path, rows):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for row in rows:
+        writer.write(row)
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_terminal_a_plain_line_comes_also_when_nothing_moves(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(ProgressBar, "PLAIN_EVERY_S", 0.0)
+    with ProgressBar(60) as bar:
+        bar.tick()
+        bar.update(ROW)
+        bar.tick()
+    assert "no step yet" in caplog.text
+    assert "step 3/60, reward 1.50 acc 50% kl 0.010 stale 1.0" in caplog.text
+    assert "ETA" in caplog.text

@@ -1,0 +1,182 @@
+"""What a completion is paid, case by case."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from splitgrpo.config import SettingsError
+from splitgrpo.scoring import Scorer
+from utils import check_answer, check_format, parse_number, reward_function
+
+LOG = logging.getLogger("test")
+
+
+def tagged(answer: str, thought: str = "so") -> str:
+    return f"<think>{thought}</think><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("1,080", "1,080"), ("1080", "1,080"), ("1,080", "1080"), ("$29.00", "29"), ("18.00", "18"), ("29.", "29"),
+        ("29.\n", "29"), ("28%", "28"), ("28\\%", "28"), ("-7", "-7"), ("−7", "-7"), ("-$7", "-7"), ("10-3=7", "7"),
+        ("x = 10 - 3 = 7", "7"), (r"\boxed{18}", "18"),
+        (r"\boxed{\frac{36}{2}}", "18"), (r"$\frac{36}{2}$", "18"),
+        ("36/2", "18"), ("is 72 clips, altogether.", "72"), ("72 clips", "72"), (" 5 ", "5"), ("+5", "5"),
+        (".5", "0.5"), ("0.50", "1/2"), ("1,234,567.50", "1234567.5"), ("€12", "12"), ("12 km", "12"), ("1/2 of 3", "3"),
+        ("1, 2", "2"),
+    ],
+)  # fmt: skip
+def test_the_same_number_written_otherwise_is_right(answer, gold):
+    assert check_answer(tagged(answer), gold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("7", "-7"), ("-7", "7"), ("0.28", "28"), ("9007199254740993", "9007199254740992"), ("x = 10-7", "-7"),
+        ("10-7", "3"), ("10-7", "-7"), ("5^(5^(5^(5^5)))", "5"), ("1e3", "1000"), ("1e999999999", "999999999"),
+        ("", "5"), ("five", "5"), (",", "5"), ("-", "5"), ("1/0", "1"), ("/", "1"), ("1/2/2", "2"), ("٥", "5"),
+        ("2*9", "18"), ("2 × 9", "9"), (r"2 \times 9", "9"), (r"\boxed{18", "17"), ("8 " * 200, "8"),
+            ("1,5", "1"), ("1,5", "5"), ("1,08", "1"), ("1.2.3", "3"), ("12:30", "12"), ("1/2 of 3", "1/2"),
+    ],
+)  # fmt: skip
+def test_another_number_or_none_is_wrong(answer, gold):
+    assert not check_answer(tagged(answer), gold)
+
+
+def test_only_the_answer_tag_after_the_thought_is_read():
+    assert not check_answer("<think>so 18</think><answer>20</answer>", "18")
+    assert not check_answer("<think><answer>18</answer></think>", "18")
+    assert not check_answer("18", "18")
+    assert not check_answer("<answer>18", "18")
+    assert not check_answer("<ANSWER>18</ANSWER>", "18")
+    assert check_answer("<answer>3</answer> no, <answer>18</answer>", "18")
+
+
+def test_a_right_answer_before_a_long_chatter_is_right_and_out_of_format():
+    text = tagged("18") + " and so on" * 100
+    assert reward_function(text, "18") == {"reward": 1.0, "format": 0.0, "answer": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>a</think><answer>1</answer>", "<think>a\nb\n</think>\n\n<answer>1</answer>\n",
+        "  <think>a</think> <answer> 1 </answer>", "<think>a</think><answer>1</answer><|im_end|>",
+        "<think>a</think><answer>1</answer></s>", "<think>\nwork</think><answer>4</answer><|im_end|>\n<|endoftext|>",
+        "<think>2 < 3 and <b></think><answer>1</answer>",
+    ],
+)  # fmt: skip
+def test_the_asked_format_is_paid(text):
+    assert check_format(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "<think></think><answer>1</answer>", "<think> \n</think><answer>1</answer>", "<think>a</think><answer></answer>",
+        "<think>a</think><answer>333</answer></answer>", "<THINK>a</THINK><ANSWER>5</ANSWER>", "a</think><answer>1</answer>",
+        "<think>a</think>so <answer>1</answer>", "x<think>a</think><answer>1</answer>", "<think>a</think><answer>1",
+        "<think>a<think>b</think><answer>1</answer>", "<answer>1</answer><think>a</think>", "<answer>1</answer>",
+        "<think>a</think><answer>1</answer>.", "<think>a<answer>1</answer></think>",
+    ],
+)  # fmt: skip
+def test_anything_else_is_not(text):
+    assert not check_format(text)
+
+
+def test_the_parts_add_up():
+    assert reward_function(tagged("18"), "18") == {"reward": 2.25, "format": 1.25, "answer": 1.0}
+    assert reward_function(tagged("19"), "18") == {"reward": 1.25, "format": 1.25, "answer": 0.0}
+    assert reward_function("no idea", "18") == {"reward": 0.0, "format": 0.0, "answer": 0.0}
+
+
+def test_a_gold_answer_without_a_number_is_an_error_and_not_a_miss():
+    with pytest.raises(ValueError, match="holds no number"):
+        check_answer(tagged("1"), "none")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<" * 1_000_000, "<think>" * 200_000,
+        "</s>" * 250_000, " " * 1_000_000, "<answer>" + "9" * 1_000_000 + "</answer>",
+        "<answer>" + "{" * 250 + "</answer>", "<answer>" + "1," * 120 + "</answer>",
+        "<answer>" + "\\boxed{" * 30 + "</answer>",
+        "<answer>" + "9" * 250 + "/" + "7" + "</answer>", "<|" + "a" * 999_999, "<answer>" + "1 / " * 60 + "</answer>",
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_hostile_text_is_scored_in_no_time(text):
+    started = time.perf_counter()
+    assert reward_function(text, "5")["reward"] == 0.0
+    assert time.perf_counter() - started < 0.5
+
+
+def test_scoring_works_from_another_thread():
+    out = []
+    thread = threading.Thread(target=lambda: out.append(reward_function(tagged("18"), "18")))
+    thread.start()
+    thread.join()
+    assert out[0]["answer"] == 1.0
+
+
+def test_numbers_are_read_exactly():
+    assert parse_number("0.1") * 10 == 1
+    assert parse_number("9007199254740993") == 9007199254740993
+    assert parse_number("nothing") is None
+
+
+# ---- a reward_function that somebody edited ------------------------------------------------------
+
+
+def scorer(function):
+    return Scorer(function, check_answer, LOG)
+
+
+def test_a_reward_function_that_returns_only_a_reward_works():
+    scores = scorer(lambda response, answer: {"reward": len(response)}).score_group(
+        ["a", "bb"], "5"
+    )
+    assert [s.reward for s in scores] == [1.0, 2.0]
+    assert [s.parts for s in scores] == [{}, {}]
+
+
+def test_correctness_never_comes_from_the_reward():
+    (score,) = scorer(lambda r, a: {"reward": -3.0}).score_group([tagged("5")], "5")
+    assert (score.reward, score.correct) == (-3.0, True)
+    (score,) = scorer(lambda r, a: {"reward": 99}).score_group([tagged("6")], "5")
+    assert (score.reward, score.correct) == (99.0, False)
+
+
+@pytest.mark.parametrize(
+    "result", [None, 1.0, "1", {}, {"score": 1}, {"reward": "x"}, {"reward": None}]
+)
+def test_a_result_that_is_no_dict_of_numbers_with_a_reward_is_refused_at_once(result):
+    with pytest.raises(SettingsError, match=r"reward_function in utils\.py returned"):
+        scorer(lambda r, a: result).score_group(["x"], "5")
+
+
+def test_an_exception_or_a_nan_counts_as_zero_for_that_completion_and_is_counted(caplog):
+    def function(response, answer):
+        if response == "raise":
+            raise KeyError("boom")
+        return {"reward": float("nan") if response == "nan" else 1.0, "part": 2.0}
+
+    one = scorer(function)
+    scores = one.score_group(["raise", "nan", "fine"], "5")
+    assert [s.reward for s in scores] == [0.0, 0.0, 1.0]
+    assert [s.parts for s in scores] == [{"part": 0.0}, {"part": 0.0}, {"part": 2.0}]
+    assert one.errors == 2
+    assert "boom" in caplog.text
+
+
+def test_a_reward_function_that_always_raises_ends_the_run():
+    def function(response, answer):
+        raise ZeroDivisionError
+
+    with pytest.raises(SettingsError, match="the 10th time in a row"):
+        scorer(function).score_group(["x"] * 20, "5")
