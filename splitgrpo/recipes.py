@@ -60,6 +60,7 @@ def smollm2_model(args: argparse.Namespace, run_dir: Path, check_stop: Callable[
     base = bring_smollm2(ROOT / "models" / "smollm2")
     flags = ["--model_path", str(base), "--out", str(run_dir / "model"), "--data", args.data]
     flags += ["--limit", "500", "--steps", str(args.warm_steps), "--seed", str(args.seed)]
+    flags += ["--learning_rate", "1e-4"]
     flags += ["--max_new_tokens", "200", "--num_threads", str(os.cpu_count() or 1)]
     return str(warmstart.run(warmstart.build_parser().parse_args(flags), check_stop))
 
@@ -106,7 +107,7 @@ def recipes() -> dict[str, Recipe]:
         ),
         "smollm2": Recipe(
             gsm8k | {"max_new_tokens": 128, "max_prompt_tokens": 256, "learning_rate": 2e-4, "lora_rank": 16,
-                     "lora_alpha": 32, "max_steps": 30, "num_threads": os.cpu_count() or 1},
+                     "lora_alpha": 32, "max_steps": 30},
             smollm2_model,
             {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4,
              "bf16": {"enabled": models.bfloat16_is_fast("cuda" if torch.cuda.is_available() else "cpu")}},
@@ -210,7 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model_path", help="smollm2, qwen: start from this model as it is")
     parser.add_argument("--max_steps", type=int, help="instead of the recipe's")
     parser.add_argument(
-        "--warm_steps", type=int, default=30, help="smollm2: supervised steps of 8 rows"
+        "--warm_steps", type=int, default=50, help="smollm2: supervised steps of 8 rows"
     )
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     return parser
