@@ -13,7 +13,7 @@ from torch import Tensor
 from splitgrpo import models, zero
 from splitgrpo.adapters import Publisher, base_digest
 from splitgrpo.checkpoints import save_checkpoint
-from splitgrpo.config import LearnerSettings, SettingsError, agreed_settings, default_threads
+from splitgrpo.config import LearnerSettings, agreed_settings, default_threads
 from splitgrpo.feed import Feed
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.monitor import MetricsWriter, step_line
@@ -83,6 +83,7 @@ class Learner:
             settings=agreed_settings(s),
             groups_per_step=self.groups_per_step,
             max_staleness=s.max_staleness,
+            max_steps=s.max_steps,
             start_version=self.step,
             next_seq={},
             check_group=check,
@@ -128,8 +129,7 @@ class Learner:
         groups = self.feed.next_groups(self.groups_per_step, self.step)
         self.wait_s = time.monotonic() - self.step_started
         if groups is None:
-            self.stop.raise_if_set()
-            raise SettingsError("another rank was stopped")
+            self.stop.raise_with_the_others()
         return groups
 
     def optimizer_step(
@@ -151,8 +151,7 @@ class Learner:
         started = time.monotonic()
         result = optimizer_step(self.engine, groups, advantages, plan)
         if result is None:
-            self.stop.raise_if_set()
-            raise SettingsError("another rank was stopped")
+            self.stop.raise_with_the_others()
         self.step += 1
         for group in groups:
             self.cursor[group.sampler_id] = max(self.cursor.get(group.sampler_id, 0), group.seq + 1)

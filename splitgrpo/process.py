@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import psutil
 
@@ -21,6 +22,7 @@ from splitgrpo.config import (
 )
 
 PARENT_ENV = "SPLITGRPO_PARENT_PID"  # set by a launcher that wants its workers to end with it
+REPEAT_S = 2.0
 GRACE_S = 9.0  # from the first signal to a forced end; users are promised 10 s
 
 
@@ -29,10 +31,14 @@ class Stopped(Exception):
 
 
 class StopFlag:
-    """Set by the first SIGINT or SIGTERM; a second one, or GRACE_S without an end, ends the process at once."""
+    """Set by the first SIGINT or SIGTERM; a later one, or GRACE_S without an end, ends the process at once.
+
+    Launchers pass on a signal that the whole group has had already: repeats within REPEAT_S are that same signal.
+    """
 
     def __init__(self) -> None:
         self.signum = 0
+        self._since = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -41,10 +47,17 @@ class StopFlag:
         return self.signum != 0
 
     def _handle(self, signum: int, frame: object) -> None:
+        if self.signum and time.monotonic() - self._since > REPEAT_S:
+            os._exit(128 + self.signum)
         if self.signum:
-            os._exit(128 + signum)
-        self.signum = signum
+            return
+        self.signum, self._since = signum, time.monotonic()
         threading.Timer(GRACE_S, os._exit, [128 + signum]).start()
+
+    def raise_with_the_others(self) -> NoReturn:
+        """Raise Stopped because some rank was signalled, this one or another."""
+        self.signum = self.signum or signal.SIGTERM
+        raise Stopped(signal.Signals(self.signum).name)
 
     def raise_if_set(self) -> None:
         """Raise Stopped once a signal came."""

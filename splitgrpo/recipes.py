@@ -109,7 +109,7 @@ def recipes() -> dict[str, Recipe]:
             gsm8k | {"max_new_tokens": 128, "max_prompt_tokens": 256, "learning_rate": 2e-4, "lora_rank": 16,
                      "lora_alpha": 32, "max_steps": 30},
             smollm2_model,
-            {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4,
+            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 16,
              "bf16": {"enabled": models.bfloat16_is_fast("cuda" if torch.cuda.is_available() else "cpu")}},
             sampler_batch=32,
         ),

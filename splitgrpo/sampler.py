@@ -92,6 +92,10 @@ class Sampler:
     def _first_adapter(self) -> Adapter | None:
         try:
             pointer = read_pointer(self.run_dir)
+            if pointer is not None and pointer.done:
+                raise SettingsError(
+                    f"the run in --lora_path {self.run_dir} is finished ({pointer.version} steps)"
+                )
             return read_adapter(self.run_dir, pointer) if pointer else None
         except AdapterError as error:
             self._count_failure(error)

@@ -39,7 +39,7 @@ class ServerPlan:
     """What the learner holds its samplers to.
 
     settings         of config.agreed_settings; a sampler that differs is refused
-    groups_per_step  groups of one optimizer step
+    groups_per_step  groups of one optimizer step; never more than max_steps of them are wanted
     start_version    policy version (optimizer steps) at this start; groups of another lineage must not be newer
     next_seq         {sampler_id: first sequence number still wanted}
     check_group      raises RolloutError for a group whose values cannot be trained on
@@ -50,6 +50,7 @@ class ServerPlan:
     settings: dict[str, str]
     groups_per_step: int
     max_staleness: int
+    max_steps: int
     start_version: int
     next_seq: dict[int, int]
     check_group: Callable[[Group], None]
@@ -273,7 +274,8 @@ class GroupServer(SocketThread):
 
     def _capacity(self) -> int:
         plan = self.plan
-        limit = (self.version + plan.max_staleness + 1) * plan.groups_per_step
+        steps = min(self.version + plan.max_staleness + 1, plan.max_steps)
+        limit = steps * plan.groups_per_step
         return limit - self.accepted - sum(p.outstanding for p in self.peers.values())
 
     def _grant(self) -> None:

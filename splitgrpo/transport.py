@@ -35,6 +35,8 @@ def make_key(path: Path) -> bytes:
 
 def read_key(path: Path) -> bytes:
     """Read the run's signing key. Raises SettingsError when it is damaged or others can read it."""
+    if not path.exists():
+        raise SettingsError(f"{path} is not there: the learner makes it in its --save_path")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise SettingsError(
             f"{path} can be read by other users, who could then send rollouts: chmod 600 it"

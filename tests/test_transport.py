@@ -28,7 +28,8 @@ def net():
     class Net:
         def server(self, key=KEY, **fields):
             plan = {"run_id": "run", "lineage": 1, "settings": SETTINGS, "groups_per_step": 2,
-                    "max_staleness": 1, "start_version": 0, "next_seq": {}, "check_group": lambda g: None}  # fmt: skip
+                    "max_staleness": 1, "max_steps": 100,
+                    "start_version": 0, "next_seq": {}, "check_group": lambda g: None}  # fmt: skip
             server = GroupServer("127.0.0.1", port, key, ServerPlan(**(plan | fields)), LOG)
             opened.append(lambda: server.close(finished=False, reason="test over"))
             return server
@@ -84,6 +85,15 @@ def test_credit_bounds_what_is_accepted_and_rises_with_the_version(net, make_gro
     server.set_version(1)
     waiter.join(5)
     assert granted == [(2, 1)]
+
+
+def test_no_group_is_granted_that_the_last_step_has_no_use_for(net, make_group):
+    server, client = net.server(max_steps=2, max_staleness=4), net.client(wait_timeout_s=2.0)
+    assert client.wait_grant(100) == (4, 0)
+    send(client, make_group, 4)
+    server.set_version(1)
+    with pytest.raises(PeerTimeout):
+        client.wait_grant(1)
 
 
 def test_on_policy_grants_no_more_than_one_step(net):
