@@ -200,10 +200,7 @@ def build_prompts(
 
 def messages(question: str) -> list[dict[str, str]]:
     """The conversation that a prompt opens."""
-    return [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": question},
-    ]
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
 
 
 def prompt_text(question: str, tokenizer: Any) -> str:
