@@ -166,8 +166,8 @@ class Learner:
             return
         tensors = zero.lora_state(self.model)
         if self.publisher is not None and self.server is not None:
-            self.publisher.publish(self.step, tensors, done=done)
-            self.server.set_version(self.step)
+            pointer = self.publisher.publish(self.step, tensors, done=done)
+            self.server.set_version(self.step, pointer.sha256)
 
     def report(self, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and one line on the console."""

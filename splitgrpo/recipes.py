@@ -229,6 +229,10 @@ def main() -> int:
     def story(stop: StopFlag) -> None:
         nonlocal code
         run_dir = Path(args.runs_dir).absolute() / name
+        if args.recipe == "demo" and (args.data or args.model_path):
+            raise SettingsError(
+                "the demo has its own model and data: --data and --model_path are not for it"
+            )
         if run_dir.exists():
             raise SettingsError(f"{run_dir} exists already: give another --name")
         code = run_recipe(recipes()[args.recipe], args, run_dir, stop.raise_if_set)

@@ -85,6 +85,7 @@ class GroupServer(SocketThread):
         self.accepted = plan.start_version * plan.groups_per_step
         self.dropped: collections.Counter[str] = collections.Counter()
         self.peers: dict[int, Peer] = {}
+        self._digests: dict[int, str] = {}  # of what this learner published
         self.progress = 0
         self.last_progress = time.monotonic()
         self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
@@ -121,10 +122,11 @@ class GroupServer(SocketThread):
                     return None
                 self.lock.wait(remaining)
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, adapter_digest: str) -> None:
         """Tell the samplers that adapter `version` is published; raises the credit."""
         with self.lock:
             self.version = version
+            self._digests[version] = adapter_digest
             self._grant()
 
     def bump(self) -> None:
@@ -267,6 +269,10 @@ class GroupServer(SocketThread):
         if group.policy_version > self.version:
             raise MessageError(
                 f"version {group.policy_version} is not published yet (at {self.version})"
+            )
+        if self._digests.get(group.policy_version, group.adapter_digest) != group.adapter_digest:
+            raise MessageError(
+                f"sampled with adapter {group.adapter_digest[:12]}…, which is not version {group.policy_version}"
             )
         if self._capacity() <= 0:
             raise MessageError("sent without credit")

@@ -17,6 +17,7 @@ from splitgrpo.zero import free_port
 
 KEY = b"k" * 32
 LOG = logging.getLogger("test")
+DIGEST = "ab" * 32  # of the groups that make_group makes
 SETTINGS = {"group_size": "4", "temperature": "1.0"}
 
 
@@ -82,7 +83,7 @@ def test_credit_bounds_what_is_accepted_and_rises_with_the_version(net, make_gro
     server.take(2, 0, 1.0)
     time.sleep(0.3)
     assert not granted  # taking is not publishing
-    server.set_version(1)
+    server.set_version(1, DIGEST)
     waiter.join(5)
     assert granted == [(2, 1)]
 
@@ -91,7 +92,7 @@ def test_no_group_is_granted_that_the_last_step_has_no_use_for(net, make_group):
     server, client = net.server(max_steps=2, max_staleness=4), net.client(wait_timeout_s=2.0)
     assert client.wait_grant(100) == (4, 0)
     send(client, make_group, 4)
-    server.set_version(1)
+    server.set_version(1, DIGEST)
     with pytest.raises(PeerTimeout):
         client.wait_grant(1)
 
@@ -173,7 +174,7 @@ def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_g
 
 def test_weights_that_were_rolled_back_are_told_from_new_ones(net, make_group):
     server, client = net.server(lineage=2, start_version=0), net.client()
-    server.set_version(1)
+    server.set_version(1, DIGEST)
     client.wait_grant(2)
     send(client, make_group, 1, version=1, lineage=1)
     client.drain()
@@ -184,6 +185,15 @@ def test_a_group_from_a_version_that_was_never_published_is_dropped(net, make_gr
     server, client = net.server(), net.client()
     client.wait_grant(1)
     send(client, make_group, 1, version=5)
+    client.drain()
+    assert server.dropped["invalid"] == 1
+
+
+def test_a_group_sampled_with_another_adapter_than_its_version_names_is_dropped(net, make_group):
+    server, client = net.server(), net.client()
+    server.set_version(1, "cd" * 32)
+    client.wait_grant(2)
+    send(client, make_group, 1, version=1)
     client.drain()
     assert server.dropped["invalid"] == 1
 
