@@ -114,3 +114,20 @@ def watch_launcher(log: logging.Logger) -> None:
 
     if watched:
         threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def port_holder(port: int) -> str:
+    """Say who listens on a port, or nothing where the system does not tell."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid
+            ):
+                process = psutil.Process(connection.pid)
+                command = " ".join(process.cmdline())[:120]
+                return f": it is held by process {connection.pid} ({command})"
+    except psutil.Error:
+        pass
+    return ""

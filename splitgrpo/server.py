@@ -15,6 +15,7 @@ import zmq
 
 from splitgrpo import SCHEMA_VERSION
 from splitgrpo.config import SettingsError, disagreements
+from splitgrpo.process import port_holder
 from splitgrpo.rollout import Group, RolloutError
 from splitgrpo.transport import HEARTBEAT_S, SocketThread
 from splitgrpo.wire import (
@@ -301,22 +302,3 @@ class GroupServer(SocketThread):
             self.accepted -= num
             self.log.warning("%d groups dropped: sampled by a version before %d", num, oldest)
             self._grant()
-
-
-def port_holder(port: int) -> str:
-    """Say who listens on a port, or nothing where the system does not tell."""
-    import psutil
-
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if (
-                connection.status == psutil.CONN_LISTEN
-                and connection.laddr.port == port
-                and connection.pid
-            ):
-                process = psutil.Process(connection.pid)
-                command = " ".join(process.cmdline())[:120]
-                return f": it is held by process {connection.pid} ({command})"
-    except psutil.Error:
-        pass
-    return ""

@@ -83,7 +83,7 @@ def test_the_record_and_the_transport_import_no_torch():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
 def test_files_and_functions_stay_small(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 320, f"{path}: split it"
+    assert len(text.splitlines()) <= 310, f"{path}: split it"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 75, f"{path.name}: {node.name}"
