@@ -27,10 +27,12 @@ def setup_logging(prefix: str, *, verbose: bool) -> None:
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("DS_LOG_LEVEL", "error")
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
+        # DeepSpeed sets its level again when it is imported; a filter stays.
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+    if "transformers" in sys.modules:  # imported before the environment above could tell it
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
     import warnings
 
     warnings.filterwarnings("ignore", category=FutureWarning)
