@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 LOSSES = ("grpo", "gspo")
-# What each loss takes when a flag is left out; the sources are in docs/design.md.
+# The sampler must know whether a reference pass is wanted; all other defaults of a loss stand in its own signature.
 KL_COEF_DEFAULT = {"grpo": 0.04, "gspo": 0.0}
-CLIP_EPS_DEFAULT = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
 
 EXIT_OK, EXIT_USAGE, EXIT_DATA, EXIT_INTERNAL, EXIT_RETRY = 0, 2, 65, 70, 75
 
@@ -129,20 +128,11 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
 
 
 def parse_settings(cls: type[Settings], argv: list[str] | None = None, prog: str = "") -> Settings:
-    """Parse flags into frozen settings, defaults of the chosen loss filled in and ranges checked.
+    """Parse flags into frozen settings with their ranges checked. None means: the loss's own default.
 
     Raises SystemExit(2) for an unknown flag, SettingsError for a value that cannot work.
     """
     settings = cls(**vars(build_parser(cls, prog).parse_args(argv)))
-    low, high = CLIP_EPS_DEFAULT[settings.loss]
-    if settings.clip_eps is not None:
-        low = high = settings.clip_eps
-    settings = dataclasses.replace(
-        settings,
-        kl_coef=KL_COEF_DEFAULT[settings.loss] if settings.kl_coef is None else settings.kl_coef,
-        clip_eps=low,
-        clip_eps_high=high if settings.clip_eps_high is None else settings.clip_eps_high,
-    )
     check_settings(settings)
     return settings
 
@@ -194,8 +184,21 @@ def require(condition: bool, message: str) -> None:
         raise SettingsError(message)
 
 
+def effective_kl_coef(settings: SharedSettings) -> float:
+    """β as the flags say it; above 0 the sampler makes a reference pass."""
+    return KL_COEF_DEFAULT[settings.loss] if settings.kl_coef is None else settings.kl_coef
+
+
+def loss_options(settings: SharedSettings) -> dict[str, float]:
+    """Keyword arguments for the loss: only what was given, so that a loss swapped in the code keeps its own defaults."""
+    high = settings.clip_eps if settings.clip_eps_high is None else settings.clip_eps_high
+    given = {"clip_eps": settings.clip_eps, "clip_eps_high": high, "kl_coef": settings.kl_coef}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def agreed_settings(settings: SharedSettings) -> dict[str, str]:
     """The settings that sampler and learner must hold in common, as text, for comparison and hashing."""
+    settings = dataclasses.replace(settings, kl_coef=effective_kl_coef(settings))
     return {
         f.name: repr(getattr(settings, f.name))
         for f in dataclasses.fields(SharedSettings)

@@ -13,7 +13,13 @@ from torch import Tensor
 from splitgrpo import models, zero
 from splitgrpo.adapters import Publisher, base_digest
 from splitgrpo.checkpoints import save_checkpoint
-from splitgrpo.config import LearnerSettings, agreed_settings, default_threads
+from splitgrpo.config import (
+    LearnerSettings,
+    agreed_settings,
+    default_threads,
+    effective_kl_coef,
+    loss_options,
+)
 from splitgrpo.feed import Feed
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.monitor import MetricsWriter, step_line
@@ -66,7 +72,7 @@ class Learner:
         s = self.settings
         self.run_dir, self.key, self.run_id = claim_run_folder(s.save_path)
         vocab_size = models.load_config(s.model_path).get_text_config().vocab_size
-        want_ref = (s.kl_coef or 0.0) > 0
+        want_ref = effective_kl_coef(s) > 0
 
         def check(group: Group) -> None:
             check_group(
@@ -136,12 +142,10 @@ class Learner:
         self, groups: list[Group], advantages: Tensor, loss_fn: LossFn
     ) -> dict[str, float]:
         """Take one step; `advantages` (S,) in the order of the rollouts. Returns metrics. Raises Stopped."""
-        s = self.settings
-        options = {"clip_eps": s.clip_eps, "clip_eps_high": s.clip_eps_high, "kl_coef": s.kl_coef}
         plan = StepPlan(
             ranks=self.ranks,
             loss_fn=loss_fn,
-            loss_options={k: v for k, v in options.items() if v is not None},
+            loss_options=loss_options(self.settings),
             micro_batch_size=self.ds.micro_batch_size,
             pad_id=0,
             agree=self.feed.agree,

@@ -17,6 +17,7 @@ from splitgrpo.config import (
     SettingsError,
     agreed_settings,
     default_threads,
+    effective_kl_coef,
 )
 from splitgrpo.engines.base import Completion, Sampling
 from splitgrpo.engines.hf import HFEngine
@@ -42,7 +43,7 @@ class Sampler:
             settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens
         )
         self.failures = 0
-        self.want_ref = (settings.kl_coef or 0.0) > 0
+        self.want_ref = effective_kl_coef(settings) > 0
         models.check_model_path(settings.model_path)
         device = models.pick_device(settings.device, log)
         torch.set_num_threads(default_threads(settings.num_threads))

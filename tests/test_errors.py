@@ -1,5 +1,6 @@
 """Bad input: the exit code, and a message that says what was wrong, why, and what to do. Nothing slow has started."""
 
+import inspect
 import json
 import signal
 import socket
@@ -11,9 +12,18 @@ from conftest import tiny_model
 import sampling_worker
 import training_worker
 from splitgrpo import demo
-from splitgrpo.config import LearnerSettings, SamplerSettings, SettingsError, parse_settings
+from splitgrpo.config import (
+    KL_COEF_DEFAULT,
+    LearnerSettings,
+    SamplerSettings,
+    SettingsError,
+    effective_kl_coef,
+    loss_options,
+    parse_settings,
+)
 from splitgrpo.warmstart import save_model
 from splitgrpo.zero import check_batch, free_port, read_ds_config
+from utils import LOSSES
 
 
 @pytest.fixture
@@ -233,19 +243,21 @@ def test_the_users_documented_defaults():
     assert (t.port, t.save_steps, t.group_size, t.max_staleness) == (5555, 10, 4, 1)
 
 
-def test_each_loss_brings_its_own_clip_and_kl_unless_told_otherwise():
+def test_a_loss_gets_the_flags_that_were_given_and_keeps_its_own_defaults_otherwise():
     def values(*argv):
         s = parse_settings(LearnerSettings, list(argv))
-        return s.clip_eps, s.clip_eps_high, s.kl_coef
+        return loss_options(s), effective_kl_coef(s)
 
-    assert values() == (0.2, 0.2, 0.04)
-    assert values("--loss", "gspo") == (3e-4, 4e-4, 0.0)
-    assert values("--clip_eps", "0.1") == (0.1, 0.1, 0.04)
-    assert values("--loss", "gspo", "--clip_eps_high", "1e-3", "--kl_coef", "0.01") == (
-        3e-4,
-        1e-3,
-        0.01,
-    )
+    assert values() == ({}, 0.04)
+    assert values("--loss", "gspo") == ({}, 0.0)
+    assert values("--clip_eps", "0.1") == ({"clip_eps": 0.1, "clip_eps_high": 0.1}, 0.04)
+    given = {"clip_eps_high": 1e-3, "kl_coef": 0.01}
+    assert values("--loss", "gspo", "--clip_eps_high", "1e-3", "--kl_coef", "0.01") == (given, 0.01)
+
+
+def test_the_kl_default_that_the_sampler_goes_by_is_the_losses_own():
+    for name, loss_fn in LOSSES.items():
+        assert inspect.signature(loss_fn).parameters["kl_coef"].default == KL_COEF_DEFAULT[name]
 
 
 def test_publishing_more_seldom_than_staleness_allows_is_refused_instead_of_waiting_for_ever():
