@@ -86,6 +86,32 @@ class PolicyModule(nn.Module):
         return token_logprobs(logits, token_ids, self.temperature, self.top_k, self.top_p)
 
 
+class Float32Output(nn.Linear):
+    """An output layer whose product is float32, whatever its weights are; (…, H) -> (…, V) float32.
+
+    bfloat16 logits near 20 are rounded to 1/8: two ways to compute the same token then differ by so much that clipping
+    sets in with no update at all. The product of bfloat16 numbers is exact in float32. As a module, and not a function of
+    the weights, it works where ZeRO-3 gathers them.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+def use_float32_output(model: Any) -> None:
+    """Exchange a transformers model's output layer for a Float32Output on the same parameters, in place.
+
+    Raises ValueError for a model whose logits are not one linear layer's product.
+    """
+    old = model.get_output_embeddings()
+    if not isinstance(old, nn.Linear):
+        raise ValueError(f"its output layer is a {type(old).__name__}, expected a Linear")
+    new = Float32Output(old.in_features, old.out_features, old.bias is not None, device="meta")
+    new.weight, new.bias = old.weight, old.bias
+    model.set_output_embeddings(new)
+
+
 def base_model(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper (adapters are layers in place), or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from splitgrpo.adapters import Adapter, base_digest, install_adapter
 from splitgrpo.config import SettingsError
-from splitgrpo.logprobs import check_model
+from splitgrpo.logprobs import check_model, use_float32_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,12 +69,16 @@ def load_config(model_path: str) -> Any:
 
 
 def load_base(model_path: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
-    """The base model in `dtype`, frozen, in eval mode. Raises SettingsError when it cannot be had or is of an unfit kind."""
+    """The base model in `dtype` with float32 logits, frozen, in eval mode.
+
+    Raises SettingsError when it cannot be had or is of an unfit kind.
+    """
     from transformers import AutoModelForCausalLM
 
     model = load_pretrained(AutoModelForCausalLM, model_path, dtype=dtype)
     try:
         check_model(model.config)
+        use_float32_output(model)
     except ValueError as error:
         raise SettingsError(f"--model_path {model_path}: {error}") from error
     return model.to(device).requires_grad_(False).eval()

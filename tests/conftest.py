@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from splitgrpo.logprobs import use_float32_output
 from splitgrpo.rollout import Group, Rollout
 
 VOCAB, END = 50, 1
@@ -33,7 +34,9 @@ def tiny_model(seed: int = 0, **overrides) -> Qwen2ForCausalLM:
         pad_token_id=0,
         **overrides,
     )
-    return Qwen2ForCausalLM(config).eval()
+    model = Qwen2ForCausalLM(config).eval()
+    use_float32_output(model)
+    return model
 
 
 class TinyTokenizer:

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import END, VOCAB, TinyTokenizer, tiny_model
+from transformers import Qwen2ForCausalLM
 
 from splitgrpo.engines.base import Sampling
 from splitgrpo.engines.hf import HFEngine, draw, end_token_ids
 from splitgrpo.logprobs import PolicyModule, filter_logits, token_logprobs
-from splitgrpo.models import add_lora
+from splitgrpo.models import add_lora, load_base
 
 PROMPTS = [np.array(p, dtype=np.int32) for p in ([2, 5, 9], [2, 7, 8, 30, 41, 6, 11], [4, 4])]
 SETTINGS = [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7), (0.8, 10, 0.6)]
@@ -88,6 +89,23 @@ def test_learner_and_sampler_agree_on_every_token_whatever_the_padding(temperatu
     new = PolicyModule(engine.model, temperature, top_k, top_p)(ids, attention, mask)
     assert (new - old).abs().max() < 1e-4
     assert not new[~mask].any()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tmp_path, tied):
+    config = tiny_model().config
+    config.tie_word_embeddings = tied
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_base(str(tmp_path), torch.bfloat16)
+    hidden = torch.randn(7, 32).to(torch.bfloat16)
+    weight = model.get_output_embeddings().weight
+    assert weight.dtype == torch.bfloat16
+    assert (weight is model.get_input_embeddings().weight) == tied
+    got = model.get_output_embeddings()(hidden)
+    np.testing.assert_allclose(got, hidden.double() @ weight.double().T, atol=1e-6)
+    ids = torch.tensor([[4, 9, 3]])
+    assert model(input_ids=ids).logits.dtype == torch.float32
 
 
 @torch.no_grad()

@@ -32,11 +32,12 @@ def model_path() -> str:
     return str(path)
 
 
-def test_sampler_and_learner_agree_on_a_real_model_in_float32(model_path):
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_sampler_and_learner_agree_on_a_real_model(model_path, dtype, bound):
     tokenizer = load_tokenizer(model_path)
     problems = load_problems(str(gsm8k_folder()), "train")[:2]
     prompts, _ = build_prompts(problems, tokenizer, 256)
-    model = add_lora(load_base(model_path, torch.float32), rank=8, alpha=16, seed=0)
+    model = add_lora(load_base(model_path, dtype), rank=8, alpha=16, seed=0)
     torch.manual_seed(0)
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -47,13 +48,15 @@ def test_sampler_and_learner_agree_on_a_real_model_in_float32(model_path):
         [p.token_ids for p in prompts], 2, sampling, seed=0, on_token=lambda: None
     )
     assert prompts[0].token_ids[0] == tokenizer.bos_token_id
+    gaps = []
     for prompt, group in zip(prompts, groups, strict=True):
         for c in group:
             ids = torch.tensor([[*prompt.token_ids, *c.token_ids]], dtype=torch.int64)
             mask = torch.arange(ids.shape[1])[None] >= len(prompt.token_ids)
             with torch.no_grad():
                 new = PolicyModule(model, 0.9, 0, 1.0)(ids, torch.ones_like(ids), mask)[mask]
-            assert (new - torch.from_numpy(c.logprobs)).abs().max() < 1e-3
+            gaps.append((new - torch.from_numpy(c.logprobs)).abs())
+    assert torch.cat(gaps).mean() < bound
 
 
 def test_both_workers_take_a_step_on_real_data(model_path, tmp_path):
