@@ -72,7 +72,12 @@ def load_problems(
     if path.suffix in SUFFIXES:
         problems = [p for p in problems if (split == "test") == is_test(p.question)]
     if not problems:
-        raise DataError(f"{source} holds no {split} rows")
+        split_by = (
+            " (a single file is split by the hash of each question)"
+            if path.suffix in SUFFIXES
+            else ""
+        )
+        raise DataError(f"{source} holds no {split} rows{split_by}")
     return problems
 
 
@@ -83,16 +88,23 @@ def make_problem(
     for column, flag in ((question_column, "question_column"), (answer_column, "answer_column")):
         if column not in row:
             raise DataError(f"{where}: no column {column!r} (--{flag}); found {sorted(row)}")
-        if not isinstance(row[column], str | int | float) or not str(row[column]).strip():
+        if not is_text(row[column]):
             raise DataError(f"{where}: column {column!r} is {row[column]!r}, expected text")
     answer = str(row[answer_column])
     _, marker, gold = answer.rpartition("####")
     gold = gold.strip().replace(",", "").lstrip("$")
-    if not marker or not re.fullmatch(r"[-+]?\d*\.?\d+", gold):
+    if not marker or not re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", gold):
         raise DataError(
             f"{where}: column {answer_column!r} has no number after '####': {answer[-60:]!r}"
         )
     return Problem(str(row[question_column]).strip(), answer, gold)
+
+
+def is_text(value: object) -> bool:
+    """Text, or a number as CSV and Parquet columns hold it; no blank, no NaN, no true or false."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return False
+    return bool(str(value).strip()) and value == value and str(value) not in ("inf", "-inf")
 
 
 def read_folder(folder: Path, split: str) -> tuple[Path, list[dict[str, Any]]]:
@@ -113,7 +125,11 @@ def read_file(path: Path) -> list[dict[str, Any]]:
     if path.stat().st_size == 0:
         raise DataError(f"--data {path}: the file is empty")
     if path.suffix == ".jsonl":
-        return [parse_line(line, path, i) for i, line in enumerate(path.open(encoding="utf-8"))]
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"--data {path}: not UTF-8: {error}") from error
+        return [parse_line(line, path, i) for i, line in enumerate(lines) if line.strip()]
     from datasets import load_dataset
 
     kind = path.suffix.removeprefix(".")

@@ -229,7 +229,7 @@ def aggregate(
     """Clip, add the KL, take the mean over each row's tokens, then the sum of rows over `denominator`.
 
     Metrics are detached sums over this batch (ratio_max a maximum), for the learner to add up over
-    micro-batches and ranks: kl_sum is over rows (mean over tokens each), the others over tokens.
+    micro-batches and ranks: kl_sum is over rows (mean over tokens each) and absent without a KL, the others over tokens.
     """
     low, high = 1.0 - clip[0], 1.0 + clip[1]
     a = advantages[:, None]  # (B, 1)
@@ -241,12 +241,13 @@ def aggregate(
     loss = per_row.sum() / max(1.0, float(num_rows) if denominator is None else denominator)
     seen = masked(ratio.detach(), mask)
     outside = mask & ((ratio < low) | (ratio > high))
-    kl_rows = torch.zeros_like(per_row) if kl is None else masked(kl, mask).sum(1) / lengths(mask)
-    return loss, {
-        "kl_sum": kl_rows.detach().sum(),
+    metrics = {
         "clipped_sum": outside.sum().float(),
         "ratio_sum": seen.sum(),
         "ratio_max": torch.cat([seen.flatten(), seen.new_zeros(1)]).max(),
         "num_tokens": mask.sum().float(),
         "num_sequences": num_rows.float(),
     }
+    if kl is not None:
+        metrics["kl_sum"] = (masked(kl, mask).sum(dim=1) / lengths(mask)).detach().sum()
+    return loss, metrics

@@ -156,6 +156,11 @@ def check_settings(settings: SharedSettings) -> None:
             value is None or 0 <= value < float("inf"),
             f"--{name} {value}: must be 0 or more and finite",
         )
+    require(0 <= s.seed < 1 << 63, f"--seed {s.seed}: must be 0 or more, and below 2^63")
+    require(
+        0 <= s.num_threads <= 1024,
+        f"--num_threads {s.num_threads}: must be 0 (half the cores) to 1024",
+    )
     require(1 <= s.port <= 65535, f"--port {s.port}: must be 1 to 65535")
     require(s.wait_timeout_s > 0, f"--wait_timeout_s {s.wait_timeout_s}: must be above 0")
     require(s.host in ("127.0.0.1", "localhost"), f"--host {s.host}: only loopback is allowed, because messages "
@@ -176,6 +181,13 @@ def check_settings(settings: SharedSettings) -> None:
                 f"would wait for ever. Use at most --sync_steps {s.max_staleness + 1}.")  # fmt: skip
         require(s.keep_adapters >= 2, f"--keep_adapters {s.keep_adapters}: must be at least 2, or an adapter is "
                 "removed while a sampler reads it")  # fmt: skip
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
 
 
 def require(condition: bool, message: str) -> None:

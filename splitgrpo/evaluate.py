@@ -18,9 +18,20 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from splitgrpo import models
-from splitgrpo.config import DataError, SettingsError, default_threads
+from splitgrpo.adapters import (
+    CONFIG,
+    MANIFEST,
+    WEIGHTS,
+    AdapterError,
+    Manifest,
+    adapter_parameters,
+    read_struct,
+)
+from splitgrpo.config import DataError, SettingsError, default_threads, positive_int
 from splitgrpo.engines.base import Engine, Sampling
 from splitgrpo.engines.hf import HFEngine
 from splitgrpo.process import StopFlag, end_process, run_main
@@ -89,14 +100,46 @@ def load_engine(model_path: str, adapter: str | None, dtype: str, num_threads: i
     device = models.pick_device("cuda:0", log)
     if dtype == "auto" and not models.bfloat16_is_fast(device):
         kind = torch.float32
-    model: Any = models.load_base(model_path, kind or torch.float32, device)
+    manifest = read_manifest(Path(adapter)) if adapter is not None else None
+    # What was trained was an adapter to the base in that dtype; its digest is of those values.
+    stored = models.DTYPES[manifest.base_dtype] if manifest else kind
+    model: Any = models.load_base(model_path, stored or torch.float32)
+    if manifest is not None:
+        models.check_base(model, manifest, str(adapter))
+    model = model.to(device, kind or torch.float32)
     if adapter is not None:
-        if not (Path(adapter) / "adapter_config.json").exists():
-            raise SettingsError(
-                f"--adapter {adapter}: looked for adapter_config.json there, found none"
-            )
-        model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
+        model = open_adapter(model, Path(adapter))
     return HFEngine(model, models.load_tokenizer(model_path))
+
+
+def read_manifest(adapter: Path) -> Manifest | None:
+    """What a folder that this project published says of itself; None for any other PEFT folder. Raises SettingsError."""
+    if not (adapter / CONFIG).exists():
+        raise SettingsError(f"--adapter {adapter}: looked for {CONFIG} there, found none")
+    if not (adapter / MANIFEST).exists():
+        return None
+    try:
+        manifest: Manifest = read_struct(adapter / MANIFEST, Manifest)
+    except AdapterError as error:
+        raise SettingsError(f"--adapter {adapter}: {error}") from error
+    return manifest
+
+
+def open_adapter(model: Any, adapter: Path) -> PeftModel:
+    """Put a PEFT folder's LoRA on a model. Raises SettingsError unless each tensor has its place: PEFT would only warn."""
+    try:
+        peft = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
+        found = set(load_file(adapter / WEIGHTS))
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise SettingsError(f"--adapter {adapter}: cannot be loaded: {error}") from error
+    wanted = set(adapter_parameters(peft))
+    if found != wanted:
+        missing, extra = sorted(wanted - found), sorted(found - wanted)
+        raise SettingsError(
+            f"--adapter {adapter}: {len(missing)} LoRA keys missing (first {missing[:1]}), {len(extra)} that this model "
+            f"has not (first {extra[:1]}): it was made for another base"
+        )
+    return peft
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -107,10 +150,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, help="as for the workers; its test rows are used")
     parser.add_argument("--question_column", default="question")
     parser.add_argument("--answer_column", default="answer")
-    parser.add_argument("--limit", type=int, default=200, help="first so many test problems")
-    parser.add_argument("--max_prompt_tokens", type=int, default=512)
-    parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=50)
+    parser.add_argument(
+        "--limit", type=positive_int, default=200, help="first so many test problems"
+    )
+    parser.add_argument("--max_prompt_tokens", type=positive_int, default=512)
+    parser.add_argument("--max_new_tokens", type=positive_int, default=256)
+    parser.add_argument("--batch_size", type=positive_int, default=50)
     parser.add_argument("--num_threads", type=int, default=0, help="0: half the cores")
     parser.add_argument(
         "--dtype",
@@ -157,6 +202,7 @@ def main() -> int:
             f"({report.seconds:.0f} s)\n"
         )
         if args.json:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
             Path(args.json).write_text(json.dumps(asdict(report)) + "\n")
 
     return run_main(story, log)

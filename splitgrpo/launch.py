@@ -29,7 +29,7 @@ from splitgrpo.config import (
 )
 from splitgrpo.monitor import MetricsReader, ProgressBar, plot_curves
 from splitgrpo.process import PARENT_ENV, StopFlag, end_process, run_main
-from splitgrpo.runfolder import DONE
+from splitgrpo.runfolder import DONE, check_unused
 
 ROOT = Path(__file__).resolve().parent.parent
 END_S = 8.0  # between the request to end and the kill; users are promised 10 s in all
@@ -143,7 +143,7 @@ def train(
     for_learner = route(flags, LearnerSettings, [f"--save_path={run_dir.absolute()}"])
     for_sampler = route(flags, SamplerSettings, [f"--lora_path={run_dir.absolute()}"])
     max_steps = parse_known(flags, LearnerSettings)[0].max_steps
-    run_dir.mkdir(parents=True, exist_ok=True)
+    check_save_path(run_dir)
     sampler = [sys.executable, str(ROOT / "sampling_worker.py"), *for_sampler]
     started = commands or {"learner": learner_command(ranks, for_learner), "sampler": sampler}
     workers: list[Worker] = []
@@ -155,6 +155,15 @@ def train(
     finally:
         end_all(workers, END_S)
         plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
+
+
+def check_save_path(run_dir: Path) -> None:
+    """Make the run folder before anything slow starts. Raises SettingsError as a learner would."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--save_path {run_dir} cannot be made ({error.strerror})") from error
+    check_unused(run_dir)
 
 
 def parse_known(

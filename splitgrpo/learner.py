@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitgrpo import models, zero
 from splitgrpo.adapters import Publisher, base_digest
+from splitgrpo.admission import ServerPlan
 from splitgrpo.checkpoints import save_checkpoint
 from splitgrpo.config import (
     LearnerSettings,
@@ -26,7 +27,7 @@ from splitgrpo.monitor import MetricsWriter, step_line
 from splitgrpo.process import StopFlag
 from splitgrpo.rollout import Group, check_group
 from splitgrpo.runfolder import claim_run_folder, mark_done
-from splitgrpo.server import GroupServer, ServerPlan
+from splitgrpo.server import GroupServer
 from splitgrpo.step import BadSteps, LossFn, StepPlan, optimizer_step, rollout_metrics
 
 LINEAGE = 1  # raised at every start that goes on from a checkpoint
@@ -92,6 +93,7 @@ class Learner:
             max_steps=s.max_steps,
             start_version=self.step,
             next_seq={},
+            peer_timeout_s=s.wait_timeout_s,
             check_group=check,
         )
         self.server = GroupServer(s.host, s.port, self.key, plan, self.log)
@@ -152,7 +154,10 @@ class Learner:
             should_stop=self.stop,
             bump=self.server.bump if self.server else lambda: None,
         )
-        started = time.monotonic()
+        started, lr = (
+            time.monotonic(),
+            float(self.engine.get_lr()[0]),
+        )  # a scheduler moves it in the step
         result = optimizer_step(self.engine, groups, advantages, plan)
         if result is None:
             self.stop.raise_with_the_others()
@@ -161,7 +166,7 @@ class Learner:
             self.cursor[group.sampler_id] = max(self.cursor.get(group.sampler_id, 0), group.seq + 1)
         if warning := self.bad_steps.note(result, self.step):
             self.log.warning("%s", warning)
-        result["train_s"] = time.monotonic() - started
+        result |= {"lr": lr, "train_s": time.monotonic() - started}
         return result | rollout_metrics(groups, self.step - 1)
 
     def publish(self, *, done: bool = False) -> None:
@@ -185,7 +190,6 @@ class Learner:
             "step_s": step_s,
             "wait_s": self.wait_s,
             **{k: v for k, v in metrics.items() if k != "applied"},
-            "lr": self.engine.get_lr()[0],
             "tokens_per_s": metrics["completion_tokens"] / step_s,
             "dropped_stale": self.server.dropped["stale"],
             "dropped_invalid": self.server.dropped["invalid"] + sum(self.server.invalid.values()),

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 
-from splitgrpo.adapters import Adapter, base_digest, install_adapter
+from splitgrpo.adapters import Adapter, Manifest, base_digest, install_adapter
 from splitgrpo.config import SettingsError
 from splitgrpo.logprobs import check_model, use_float32_output
 
@@ -36,7 +37,7 @@ def load_pretrained(loader: Any, model_path: str, **options: Any) -> Any:
     check_model_path(model_path)
     try:
         return loader.from_pretrained(model_path, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         offline = " HF_HUB_OFFLINE is set." if os.environ.get("HF_HUB_OFFLINE") else ""
@@ -58,7 +59,13 @@ def load_tokenizer(model_path: str) -> Any:
     check_model_path(model_path)
     stated = get_tokenizer_config(model_path).get("tokenizer_class")
     generic = stated in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return load_pretrained(PreTrainedTokenizerFast if generic else AutoTokenizer, model_path)
+    tokenizer = load_pretrained(PreTrainedTokenizerFast if generic else AutoTokenizer, model_path)
+    if tokenizer.eos_token_id is None or not tokenizer("1 + 2")["input_ids"]:
+        raise SettingsError(
+            f"--model_path {model_path}: its tokenizer has {len(tokenizer)} tokens and end token {tokenizer.eos_token!r}; "
+            "are tokenizer.json and tokenizer_config.json there?"
+        )
+    return tokenizer
 
 
 def load_config(model_path: str) -> Any:
@@ -105,18 +112,22 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> PeftModel:
     return peft
 
 
+def check_base(model: Any, manifest: Manifest, name: str) -> None:
+    """Refuse a base, loaded in the manifest's base_dtype, that adapter `name` was not made for. Raises SettingsError."""
+    found = base_digest(model)
+    if found != manifest.base_digest:
+        raise SettingsError(
+            f"adapter {name} was made for another base model: its manifest names {manifest.base_model} "
+            f"({manifest.base_digest[:12]}…), this one is {model.name_or_path} ({found[:12]}…). Give the same --model_path."
+        )
+
+
 def attach_adapter(model: Any, adapter: Adapter) -> PeftModel:
     """Put a published adapter on a base model; rank, alpha and targets come from the adapter.
 
     Raises SettingsError when the adapter was made for another base.
     """
-    found = base_digest(model)
-    if found != adapter.manifest.base_digest:
-        raise SettingsError(
-            f"adapter {adapter.pointer.folder} was made for another base model: its manifest names "
-            f"{adapter.manifest.base_model} ({adapter.manifest.base_digest[:12]}…), this one is "
-            f"{model.name_or_path} ({found[:12]}…). Give both workers the same --model_path."
-        )
+    check_base(model, adapter.manifest, adapter.pointer.folder)
     peft = PeftModel(model, adapter.config, autocast_adapter_dtype=False)
     peft.requires_grad_(False)
     install_adapter(peft, adapter)
@@ -146,7 +157,10 @@ def describe_parameters(model: PeftModel) -> str:
 
 def pick_device(device: str, log: logging.Logger) -> torch.device:
     """The device asked for, or the CPU where there is no GPU at all. Raises SettingsError for a GPU that isn't there."""
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise SettingsError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
     if wanted.type == "cuda" and not torch.cuda.is_available():
         log.info("no GPU here: using the CPU instead of %s", device)
         return torch.device("cpu")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from splitgrpo import evaluate, warmstart
-from splitgrpo.config import EXIT_OK, SettingsError
+from splitgrpo.config import EXIT_OK, SettingsError, positive_int
 from splitgrpo.files import write_json
 from splitgrpo.launch import ROOT, train
 from splitgrpo.process import StopFlag, end_process, run_main
@@ -209,9 +209,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs_dir", default=str(ROOT / "runs"), help="where run folders go")
     parser.add_argument("--data", help="instead of the recipe's: a path or a hub name")
     parser.add_argument("--model_path", help="smollm2, qwen: start from this model as it is")
-    parser.add_argument("--max_steps", type=int, help="instead of the recipe's")
+    parser.add_argument("--max_steps", type=positive_int, help="instead of the recipe's")
     parser.add_argument(
-        "--warm_steps", type=int, default=50, help="smollm2: supervised steps of 8 rows"
+        "--warm_steps", type=positive_int, default=50, help="smollm2: supervised steps of 8 rows"
     )
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     return parser

@@ -122,7 +122,7 @@ def check_rollout(r: Rollout, *, vocab_size: int, max_len: int, want_ref: bool) 
             _check(float(values.max()) <= 1e-4, f"{name}: {float(values.max())} is above 0")
             _check(not values[:prompt_len].any(), f"{name}: not 0.0 on the prompt")
     for name, value in {"reward": r.reward, **r.reward_parts}.items():
-        _check(bool(np.isfinite(value)), f"reward part {name}: {value} is not finite")
+        _check(abs(value) < 1e38, f"reward part {name}: {value} is not finite in float32")
 
 
 def check_group(

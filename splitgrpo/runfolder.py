@@ -41,14 +41,19 @@ def claim_run_folder(save_path: str) -> tuple[Path, bytes, str]:
             f"--save_path {save_path} is in use by another learner: end it, or give another folder"
         ) from error
     _locks.append(fd)
-    if (run_dir / POINTER).exists():
-        raise SettingsError(
-            f"--save_path {save_path} holds an earlier run ({POINTER} is there), which a new one would overwrite: move "
-            "it away, or give another folder"
-        )
+    check_unused(run_dir)
     for leftover in (*run_dir.glob("adapters/.*"), *run_dir.glob("checkpoints/.*")):
         shutil.rmtree(leftover)
     return run_dir, make_key(run_dir / "run.key"), secrets.token_hex(8)
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse a folder that holds a run. Raises SettingsError."""
+    if (run_dir / POINTER).exists():
+        raise SettingsError(
+            f"--save_path {run_dir} holds an earlier run ({POINTER} is there), which a new one would overwrite; going on "
+            "with it is not supported yet: give another folder"
+        )
 
 
 def mark_done(run_dir: Path, adapter: Path, report: dict[str, Any]) -> None:

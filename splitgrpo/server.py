@@ -8,16 +8,14 @@ import collections
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
 
-from splitgrpo import SCHEMA_VERSION
-from splitgrpo.config import SettingsError, disagreements
+from splitgrpo.admission import Peer, ServerPlan, refusal
+from splitgrpo.config import SettingsError
 from splitgrpo.process import port_holder
 from splitgrpo.rollout import Group, RolloutError
-from splitgrpo.transport import HEARTBEAT_S, SocketThread
+from splitgrpo.transport import SocketThread
 from splitgrpo.wire import (
     Ack,
     Bye,
@@ -34,41 +32,7 @@ from splitgrpo.wire import (
     unpack_group,
 )
 
-
-@dataclass(frozen=True)
-class ServerPlan:
-    """What the learner holds its samplers to.
-
-    settings         of config.agreed_settings; a sampler that differs is refused
-    groups_per_step  groups of one optimizer step; never more than max_steps of them are wanted
-    start_version    policy version (optimizer steps) at this start; groups of another lineage must not be newer
-    next_seq         {sampler_id: first sequence number still wanted}
-    check_group      raises RolloutError for a group whose values cannot be trained on
-    """
-
-    run_id: str
-    lineage: int
-    settings: dict[str, str]
-    groups_per_step: int
-    max_staleness: int
-    max_steps: int
-    start_version: int
-    next_seq: dict[int, int]
-    check_group: Callable[[Group], None]
-
-
-@dataclass
-class Peer:
-    """One sampler as the learner sees it."""
-
-    identity: bytes
-    session: str
-    next_seq: int
-    outstanding: int = 0  # groups granted, not yet received
-    wanted: int = 0  # groups asked for, not yet granted
-    last_seen: float = field(default_factory=time.monotonic)
-    progress: int = -1
-    status: str = ""
+SILENT_S = 15.0  # a sampler beats every HEARTBEAT_S; one that was killed says no goodbye
 
 
 class GroupServer(SocketThread):
@@ -163,7 +127,8 @@ class GroupServer(SocketThread):
     # -- on the thread ------------------------------------------------------------------------------------------------
 
     def on_tick(self) -> None:
-        """Heartbeat to every sampler."""
+        """Heartbeat to every sampler; those that are gone are let go."""
+        self._forget_the_gone()
         beat = Heartbeat(
             sampler_id=0,
             session=self.boot_id,
@@ -190,7 +155,8 @@ class GroupServer(SocketThread):
             self._grant()
         elif isinstance(message, Heartbeat):
             if message.progress > peer.progress:
-                peer.progress, self.last_progress = message.progress, time.monotonic()
+                peer.progress, peer.last_progress = message.progress, time.monotonic()
+                self.last_progress = peer.last_progress
             peer.status = message.status
         elif isinstance(message, GroupHeader):
             self._receive_group(peer, message, blob, payload)
@@ -199,12 +165,27 @@ class GroupServer(SocketThread):
             del self.peers[message.sampler_id]
             self._grant()
 
+    def _forget_the_gone(self) -> None:
+        """Take back the credit of samplers that died or hang, or the living would wait for it for ever."""
+        now = time.monotonic()
+        for sampler_id, peer in list(self.peers.items()):
+            idle_s = max(
+                now - peer.last_progress - self.plan.peer_timeout_s, now - peer.last_seen - SILENT_S
+            )
+            if idle_s > 0:
+                self.log.warning(
+                    "sampler %d is gone (last heard %.0f s ago, last at work %.0f s ago): its %d groups are granted again",
+                    sampler_id, now - peer.last_seen, now - peer.last_progress, peer.outstanding,
+                )  # fmt: skip
+                del self.peers[sampler_id]
+        self._grant()
+
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         old = self.peers.get(hello.sampler_id)
-        refusal = self._refusal(hello, old)
-        if refusal is not None:
-            self.post(identity, refusal)
-            self.log.warning("sampler %d refused: %s", hello.sampler_id, refusal.reason)
+        refused = refusal(self.plan, hello, old)
+        if refused is not None:
+            self.post(identity, refused)
+            self.log.warning("sampler %d refused: %s", hello.sampler_id, refused.reason)
             return
         next_seq = old.next_seq if old else self.next_seq.get(hello.sampler_id, 0)
         self.next_seq[hello.sampler_id] = next_seq
@@ -214,23 +195,6 @@ class GroupServer(SocketThread):
         welcome = Welcome(next_seq=next_seq, policy_version=self.version, boot_id=self.boot_id)
         self.post(identity, welcome)
         self.last_progress = time.monotonic()
-
-    def _refusal(self, hello: Hello, old: Peer | None) -> Refuse | None:
-        plan = self.plan
-        if hello.schema_version != SCHEMA_VERSION:
-            text = f"record schema: learner {SCHEMA_VERSION}, sampler {hello.schema_version}"
-            return Refuse(reason=text, retry=False)
-        if hello.run_id != plan.run_id:
-            text = f"run id: learner {plan.run_id}, sampler {hello.run_id}: start it with this run's --lora_path"
-            return Refuse(reason=text, retry=False)
-        if differing := disagreements(plan.settings, hello.settings):
-            text = "settings differ: " + "; ".join(differing) + ". Give both the same value."
-            return Refuse(reason=text, retry=False)
-        silent_s = time.monotonic() - old.last_seen if old else 0.0
-        if old and old.session != hello.session and silent_s < 3 * HEARTBEAT_S:
-            text = f"sampler_id {hello.sampler_id} is in use by a sampler that is alive: give this one another --sampler_id"
-            return Refuse(reason=text, retry=True)
-        return None
 
     def _receive_group(self, peer: Peer, header: GroupHeader, blob: bytes, payload: bytes) -> None:
         if header.seq < peer.next_seq:  # a repeat after a reconnect: it is with us already

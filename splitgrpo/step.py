@@ -63,8 +63,8 @@ def optimizer_step(
 ) -> dict[str, float] | None:
     """Take one optimizer step on whole groups; (S,) advantages in the order of the rollouts.
 
-    Returns loss, kl, clip_frac, ratio_mean, ratio_max, grad_norm and applied (0.0 if DeepSpeed skipped a non-finite
-    gradient), equal on all ranks; None when a signal came, with the weights untouched.
+    Returns loss, kl (absent when no KL was taken), clip_frac, ratio_mean, ratio_max, grad_norm and applied (0.0 if
+    DeepSpeed skipped a non-finite gradient), equal on all ranks; None when a signal came, with the weights untouched.
     """
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = [len(r.token_ids) for r in rollouts]
@@ -93,9 +93,10 @@ def optimizer_step(
     total = sums.over_ranks(ranks)
     tokens = max(1.0, total["num_tokens"])
     norm = engine.get_global_grad_norm()
+    kl = {"kl": total["kl_sum"] / max(1.0, total["num_sequences"])} if "kl_sum" in total else {}
     return {
         "loss": total["loss"],
-        "kl": total.get("kl_sum", 0.0) / max(1.0, total["num_sequences"]),
+        **kl,
         "clip_frac": total["clipped_sum"] / tokens,
         "ratio_mean": total["ratio_sum"] / tokens,
         "ratio_max": total["ratio_max"],

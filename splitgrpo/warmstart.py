@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from splitgrpo import models
-from splitgrpo.config import DataError, SettingsError, default_threads
+from splitgrpo.config import DataError, SettingsError, default_threads, positive_int
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.process import StopFlag, end_process, run_main
 
@@ -121,13 +121,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, help="as for the workers; its train rows are used")
     parser.add_argument("--question_column", default="question")
     parser.add_argument("--answer_column", default="answer")
-    parser.add_argument("--limit", type=int, default=500, help="first so many training rows")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--learning_rate", type=float, default=5e-5)
-    parser.add_argument("--max_prompt_tokens", type=int, default=512)
     parser.add_argument(
-        "--max_new_tokens", type=int, default=256, help="longer responses are left out"
+        "--limit", type=positive_int, default=500, help="first so many training rows"
+    )
+    parser.add_argument("--steps", type=positive_int, default=60)
+    parser.add_argument("--batch_size", type=positive_int, default=8)
+    parser.add_argument("--learning_rate", type=float, default=5e-5)
+    parser.add_argument("--max_prompt_tokens", type=positive_int, default=512)
+    parser.add_argument(
+        "--max_new_tokens", type=positive_int, default=256, help="longer responses are left out"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_threads", type=int, default=0, help="0: half the cores")

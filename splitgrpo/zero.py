@@ -54,8 +54,12 @@ def read_ds_config(path: str, learning_rate: float | None) -> DeepSpeedSettings:
         config = json.loads(Path(path).read_text())
     except OSError as error:
         raise SettingsError(f"--ds_config {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"--ds_config {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SettingsError(
+            f"--ds_config {path}: expected an object, found {type(config).__name__}"
+        )
     refuse_auto(config, path)
     micro = need_int(config, "train_micro_batch_size_per_gpu", path)
     accumulation = need_int(config, "gradient_accumulation_steps", path)
@@ -63,14 +67,22 @@ def read_ds_config(path: str, learning_rate: float | None) -> DeepSpeedSettings:
         raise SettingsError(
             f"{path} must set gradient_clipping: DeepSpeed's default has changed between versions"
         )
-    params = config.get("optimizer", {}).get("params", {})
-    if config.get("optimizer", {}).get("type") not in ("Adam", "AdamW") or "lr" not in params:
+    need_number(config["gradient_clipping"], "gradient_clipping", path)
+    stage = section(config, "zero_optimization", path).get("stage")
+    if stage not in (1, 2, 3):
+        raise SettingsError(f"{path}: zero_optimization.stage must be 1, 2 or 3, found {stage!r}")
+    optimizer = section(config, "optimizer", path)
+    params = section(optimizer, "params", path)
+    if optimizer.get("type") not in ("Adam", "AdamW") or "lr" not in params:
         raise SettingsError(f"{path} must hold an optimizer of type AdamW or Adam with params.lr")
     if learning_rate is not None:
         params["lr"] = learning_rate
+    need_number(params["lr"], "optimizer.params.lr", path)
     if not torch.cuda.is_available():
         params["torch_adam"] = True  # DeepSpeed's own Adam needs a compiler
-    bf16, fp16 = (config.get(k, {}).get("enabled", False) for k in ("bf16", "fp16"))
+    bf16, fp16 = (section(config, k, path).get("enabled", False) for k in ("bf16", "fp16"))
+    if not isinstance(bf16, bool) or not isinstance(fp16, bool):
+        raise SettingsError(f"{path}: enabled must be true or false, found {bf16!r} and {fp16!r}")
     if fp16:
         raise SettingsError(
             f"{path}: fp16 loses LoRA gradients to its small range; enable bf16, or neither for float32"
@@ -98,6 +110,24 @@ def need_int(config: dict[str, Any], key: str, path: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(f"{path}: {key} must be a whole number of at least 1, found {value!r}")
+    return value
+
+
+def need_number(value: Any, key: str, path: str) -> None:
+    """A finite number of at least 0."""
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value < float("inf")
+    ):
+        raise SettingsError(f"{path}: {key} must be a number of at least 0, found {value!r}")
+
+
+def section(config: dict[str, Any], key: str, path: str) -> dict[str, Any]:
+    """An object inside of the file, empty where it is left out."""
+    value = config.get(key, {})
+    if not isinstance(value, dict):
+        raise SettingsError(f"{path}: {key} must be an object, found {value!r}")
     return value
 
 
@@ -151,13 +181,21 @@ def free_port() -> int:
 
 
 def start_engine(module: nn.Module, ds: DeepSpeedSettings) -> Any:
-    """Hand the module to DeepSpeed; from here on its parameters are DeepSpeed's."""
+    """Hand the module to DeepSpeed; from here on its parameters are DeepSpeed's.
+
+    Raises SettingsError for settings that DeepSpeed does not take.
+    """
     import deepspeed
 
     trainable = [p for p in module.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=trainable, config=json.loads(json.dumps(ds.config))
-    )
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=trainable, config=json.loads(json.dumps(ds.config))
+        )
+    except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
+        raise SettingsError(
+            f"DeepSpeed does not take the settings of --ds_config: {error}"
+        ) from error
     engine.train()
     return engine
 

@@ -22,6 +22,7 @@ from splitgrpo.adapters import (
     read_pointer,
 )
 from splitgrpo.config import SettingsError
+from splitgrpo.evaluate import open_adapter
 from splitgrpo.files import sha256_file, write_json
 from splitgrpo.models import add_lora, attach_adapter, lora_config
 
@@ -203,6 +204,23 @@ def test_an_adapter_made_for_another_base_is_refused_naming_both(run):
     publisher.publish(0, state(model))
     with pytest.raises(SettingsError, match=r"another base model: its manifest names tiny"):
         attach_adapter(tiny_model(seed=1), read_latest(run_dir))
+
+
+def test_evaluation_takes_a_peft_folder_only_whole(run):
+    run_dir, model, publisher = run
+    folder = run_dir / "adapters" / publisher.publish(0, state(model)).folder
+    assert torch.equal(logits(open_adapter(tiny_model(), folder)), logits(model))
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    save_file({k.replace("layers", "blocks"): v for k, v in state(model).items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    with pytest.raises(SettingsError, match="28 LoRA keys missing"):
+        open_adapter(tiny_model(), folder)
+    (folder / "adapter_model.safetensors").write_bytes(weights[:-40])
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        open_adapter(tiny_model(), folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        open_adapter(tiny_model(), folder)
 
 
 @pytest.mark.parametrize("field", ["r", "lora_alpha", "use_rslora"])

@@ -13,6 +13,7 @@ LAYERS = [
     {"config", "rollout", "files"},
     {"wire", "process", "logprobs", "monitor", "scoring"},
     {"transport", "adapters"},
+    {"admission"},
     {"server", "client", "runfolder", "models", "batching", "zero"},
     {"engines", "feed", "step", "checkpoints", "warmstart"},
     {"learner", "sampler", "evaluate", "demo", "smollm2"},

@@ -120,6 +120,9 @@ def test_other_column_names_are_taken_by_flag(tmp_path):
         ({"question": "a", "answer": "x #### none"}, "row 2: column 'answer' has no number"),
         ({"question": "", "answer": "#### 1"}, "row 2: column 'question' is ''"),
         ({"question": None, "answer": "#### 1"}, "row 2: column 'question' is None"),
+        ({"question": float("nan"), "answer": "#### 1"}, "row 2: column 'question' is nan"),
+        ({"question": True, "answer": "#### 1"}, "row 2: column 'question' is True"),
+        ({"question": "a", "answer": "#### \u0663"}, "row 2: column 'answer' has no number"),
         ({"question": "a"}, "row 2: no column 'answer'"),
         ([1], "row 2: expected an object, found list"),
     ],
@@ -127,6 +130,21 @@ def test_other_column_names_are_taken_by_flag(tmp_path):
 def test_a_bad_row_is_named(tmp_path, row, reason):
     with pytest.raises(DataError, match=reason):
         load_problems(write(tmp_path / "x.jsonl", [ROWS[0], row]), "train")
+
+
+def test_blank_lines_are_no_rows_and_a_small_file_says_how_it_was_split(tmp_path):
+    path = write(tmp_path / "x.jsonl", ROWS)
+    before = load_problems(path, "train")
+    (tmp_path / "x.jsonl").write_text("\n\n" + (tmp_path / "x.jsonl").read_text() + "\n")
+    assert load_problems(path, "train") == before
+    with pytest.raises(DataError, match="split by the hash of each question"):
+        load_problems(
+            write(
+                tmp_path / "one.jsonl",
+                [{"question": before[0].question, "answer": before[0].answer}],
+            ),
+            "test",
+        )
 
 
 def test_files_and_folders_that_cannot_be_used_are_named(tmp_path):
@@ -139,6 +157,8 @@ def test_files_and_folders_that_cannot_be_used_are_named(tmp_path):
     cases[str(tmp_path / "empty.csv")] = "the file is empty"
     (tmp_path / "torn.jsonl").write_text('{"question": ')
     cases[str(tmp_path / "torn.jsonl")] = "row 1: not JSON"
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}')
+    cases[str(tmp_path / "latin.jsonl")] = "not UTF-8"
     (tmp_path / "junk.parquet").write_bytes(b"junk")
     cases[str(tmp_path / "junk.parquet")] = "not readable as parquet"
     for data, reason in cases.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import psutil
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from splitgrpo.adapters import adapter_parameters, read_pointer
+from splitgrpo.config import SettingsError
+from splitgrpo.evaluate import load_engine
 from splitgrpo.monitor import MetricsReader
 from splitgrpo.zero import free_port
 
@@ -86,6 +89,17 @@ def test_the_final_adapter_opens_with_peft_and_holds_the_learners_masters(demo):
         assert torch.equal(parameter, state[f"lora|{key}"])
     pointer = read_pointer(run_dir)
     assert (pointer.version, pointer.done) == (60, True)
+
+
+def test_evaluation_refuses_an_adapter_of_another_base(demo, tmp_path):
+    model, adapter = demo[0] / "model", str(demo[0] / "adapter")
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    save_file(weights | {name: weights[name] + 1}, other / "model.safetensors", {"format": "pt"})
+    load_engine(str(model), adapter, "auto", 1)
+    with pytest.raises(SettingsError, match="was made for another base model"):
+        load_engine(str(other), adapter, "auto", 1)
 
 
 def test_a_checkpoint_holds_what_a_resume_needs(demo):
@@ -189,7 +203,7 @@ def test_gspo_is_one_flag(pair):
     assert learner.wait(90) == 0, pair.text("learner")[-3000:]
     assert sampler.wait(20) == 0
     rows = MetricsReader(pair.run_dir / "metrics.jsonl").new_rows()
-    assert all(r["kl"] == 0 for r in rows)
+    assert not any("kl" in r for r in rows)
 
 
 def test_a_killed_sampler_is_noticed_by_the_learner_which_saves_and_ends_with_75(pair):

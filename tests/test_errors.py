@@ -2,16 +2,18 @@
 
 import inspect
 import json
+import logging
 import signal
 import socket
 import sys
 
 import pytest
+import torch
 from conftest import tiny_model
 
 import sampling_worker
 import training_worker
-from splitgrpo import demo
+from splitgrpo import demo, evaluate
 from splitgrpo.config import (
     KL_COEF_DEFAULT,
     LearnerSettings,
@@ -21,6 +23,7 @@ from splitgrpo.config import (
     loss_options,
     parse_settings,
 )
+from splitgrpo.models import load_base, load_tokenizer, pick_device
 from splitgrpo.warmstart import save_model
 from splitgrpo.zero import check_batch, free_port, read_ds_config
 from utils import LOSSES
@@ -82,6 +85,8 @@ BOTH = (training_worker, sampling_worker)
         (["--loss", "ppo"], "invalid choice: 'ppo'"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0: only loopback"),
         (["--max_steps", "0"], "--max_steps 0"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--num_threads", "-5"], "--num_threads -5"),
     ],
 )
 def test_flags_that_cannot_work_end_with_2(run, worker, flags, reason):
@@ -158,6 +163,29 @@ def test_a_sampler_alone_says_what_it_looked_for_and_gives_up_with_75(run, tmp_p
     assert "that folder is an adapter, --lora_path must be the learner's --save_path" in text
 
 
+def test_a_device_that_torch_does_not_know_is_named():
+    with pytest.raises(SettingsError, match="--device 'foo'"):
+        pick_device("foo", logging.getLogger("test"))
+
+
+def test_a_model_without_its_tokenizer_or_with_torn_weights_is_named(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="--model_path"):
+        load_tokenizer(str(tmp_path))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        load_base(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("flag", ["--limit", "--max_new_tokens", "--batch_size"])
+@pytest.mark.parametrize("value", ["0", "-5"])
+def test_an_evaluation_of_nothing_is_refused(flag, value, capsys):
+    with pytest.raises(SystemExit):
+        evaluate.build_parser().parse_args(["--model_path", "m", "--data", "d", flag, value])
+    assert "must be at least 1" in capsys.readouterr().err
+
+
 # ---- ds_config.json -------------------------------------------------------------------------------
 
 
@@ -196,6 +224,14 @@ def test_the_flag_overrides_the_learning_rate_of_the_file(ds):
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
         ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps must be a whole number"),
         ({"optimizer": None}, "must hold an optimizer"),
+        ({"optimizer": 3}, "optimizer must be an object, found 3"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "optimizer.params.lr must be a number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr must be a number"),
+        ({"bf16": {"enabled": "false"}}, "enabled must be true or false"),
+        ({"bf16": True}, "bf16 must be an object"),
+        ({"gradient_clipping": -1}, "gradient_clipping must be a number of at least 0"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping must be a number of at least 0"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage must be 1, 2 or 3, found 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16 loses LoRA gradients"),
     ],
 )  # fmt: skip
@@ -207,6 +243,12 @@ def test_a_ds_config_that_would_mislead_is_refused_naming_the_key(ds, changes, r
 def test_a_ds_config_that_is_not_there_or_no_json_is_named(tmp_path):
     with pytest.raises(SettingsError, match=r"none\.json: No such file"):
         read_ds_config(str(tmp_path / "none.json"), None)
+    (tmp_path / "l.json").write_text("[]")
+    with pytest.raises(SettingsError, match=r"l\.json: expected an object, found list"):
+        read_ds_config(str(tmp_path / "l.json"), None)
+    (tmp_path / "u.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(SettingsError, match=r"u\.json is not JSON"):
+        read_ds_config(str(tmp_path / "u.json"), None)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(SettingsError, match="is not JSON"):
         read_ds_config(str(tmp_path / "x.json"), None)

@@ -54,6 +54,15 @@ def test_more_than_one_rank_is_started_by_deepspeeds_launcher():
     assert Path(command[1]).exists()
 
 
+def test_a_run_folder_that_cannot_serve_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="cannot be made"):
+        train([], run_dir=tmp_path / "file")
+    (tmp_path / "latest.json").write_text("{}")
+    with pytest.raises(SettingsError, match="holds an earlier run"):
+        train([], run_dir=tmp_path)
+
+
 def test_a_finished_run_is_done_json_and_two_zeros(tmp_path):
     write = f"open({str(tmp_path / 'done.json')!r}, 'w').write('{{}}')"
     assert train([], run_dir=tmp_path, commands=commands(write, "pass")) == 0

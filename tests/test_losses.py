@@ -232,7 +232,7 @@ def test_without_a_reference_or_with_kl_coef_zero_there_is_no_kl():
         loss, grad, m = run(grpo_loss, padded(LP), padded(OLD), ref, adv, MASK, kl_coef=kl_coef)
         assert math.isfinite(loss)
         assert grad.isfinite().all()
-        assert m["kl_sum"] == 0
+        assert "kl_sum" not in m
 
 
 def test_gspo_counts_clipping_at_its_own_scale():

@@ -160,6 +160,28 @@ def test_a_result_that_is_no_dict_of_numbers_with_a_reward_is_refused_at_once(re
         scorer(lambda r, a: result).score_group(["x"], "5")
 
 
+@pytest.mark.parametrize("name", [1, "", "a\nb", "x" * 101])
+def test_a_part_that_the_learner_would_not_take_is_named(name):
+    with pytest.raises(SettingsError, match="a part named"):
+        scorer(lambda r, a: {"reward": 1.0, name: 2.0}).score_group(["x"], "5")
+
+
+def test_more_parts_than_the_learner_takes_are_refused():
+    parts = {f"part{i}": 1.0 for i in range(65)}
+    with pytest.raises(SettingsError, match="65 parts"):
+        scorer(lambda r, a: {"reward": 1.0} | parts).score_group(["x"], "5")
+
+
+def test_correctness_is_kept_when_the_reward_function_raises_or_overflows_float32():
+    def function(response, answer):
+        if "5" in response:
+            raise KeyError("boom")
+        return {"reward": 1e39}
+
+    scores = scorer(function).score_group([tagged("5"), tagged("6")], "5")
+    assert [(s.reward, s.correct) for s in scores] == [(0.0, True), (0.0, False)]
+
+
 def test_an_exception_or_a_nan_counts_as_zero_for_that_completion_and_is_counted(caplog):
     def function(response, answer):
         if response == "raise":

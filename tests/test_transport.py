@@ -8,9 +8,10 @@ import time
 import pytest
 import zmq
 
+from splitgrpo.admission import ServerPlan
 from splitgrpo.client import GroupClient, RunFinished, make_hello
 from splitgrpo.config import PeerTimeout, SettingsError
-from splitgrpo.server import GroupServer, ServerPlan
+from splitgrpo.server import GroupServer
 from splitgrpo.transport import make_key, read_key
 from splitgrpo.wire import seal
 from splitgrpo.zero import free_port
@@ -30,7 +31,7 @@ def net():
         def server(self, key=KEY, **fields):
             plan = {"run_id": "run", "lineage": 1, "settings": SETTINGS, "groups_per_step": 2,
                     "max_staleness": 1, "max_steps": 100,
-                    "start_version": 0, "next_seq": {}, "check_group": lambda g: None}  # fmt: skip
+                    "start_version": 0, "next_seq": {}, "peer_timeout_s": 60.0, "check_group": lambda g: None}  # fmt: skip
             server = GroupServer("127.0.0.1", port, key, ServerPlan(**(plan | fields)), LOG)
             opened.append(lambda: server.close(finished=False, reason="test over"))
             return server
@@ -153,6 +154,28 @@ def test_a_restarted_sampler_goes_on_where_the_dead_one_stopped(net, make_group)
     assert second.wait_grant(4) == (1, 0)
     assert second.next_seq == 3
     assert server.take(2, 0, 1.0) is not None
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_credit_of_a_sampler_that_died_or_hangs_goes_to_the_others(net, monkeypatch, killed):
+    monkeypatch.setattr("splitgrpo.server.SILENT_S", 2.0 if killed else 60.0)
+    net.server(peer_timeout_s=60.0 if killed else 2.0)
+    gone = net.client(sampler_id=1)
+    assert gone.wait_grant(4) == (4, 0)  # all there is
+    if killed:
+        gone.stop()  # else its socket thread goes on to beat, and its main thread does nothing
+    assert net.client().wait_grant(4) == (4, 0)
+
+
+def test_a_sampler_that_was_taken_for_dead_comes_back(net, make_group, monkeypatch):
+    monkeypatch.setattr("splitgrpo.server.SILENT_S", 0.0)  # forgotten at every tick
+    server, client = net.server(), net.client()
+    client.wait_grant(2)
+    send(client, make_group, 2)
+    client.drain()
+    monkeypatch.setattr("splitgrpo.server.SILENT_S", 15.0)
+    assert client.wait_grant(2) == (2, 0)
+    assert client.next_seq == server.next_seq[0] == 2
 
 
 def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_group):
