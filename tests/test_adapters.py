@@ -206,6 +206,7 @@ def test_an_adapter_made_for_another_base_is_refused_naming_both(run):
         attach_adapter(tiny_model(seed=1), read_latest(run_dir))
 
 
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")
 def test_evaluation_takes_a_peft_folder_only_whole(run):
     run_dir, model, publisher = run
     folder = run_dir / "adapters" / publisher.publish(0, state(model)).folder
