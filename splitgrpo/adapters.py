@@ -10,6 +10,7 @@ scaling. Whatever fails, the model keeps the adapter it had. PEFT itself only wa
 import hashlib
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,18 +215,23 @@ def read_adapter(run_dir: Path, pointer: Pointer) -> Adapter:
     return Adapter(pointer, manifest, config, tensors)
 
 
+def check_keys(have: Iterable[str], found: Iterable[str], name: str) -> None:
+    """Refuse adapter `name` unless the keys found in it are those that a model has. Raises AdapterError."""
+    missing, extra = sorted(set(have) - set(found)), sorted(set(found) - set(have))
+    if missing or extra:
+        raise AdapterError(
+            f"adapter {name}: {len(missing)} LoRA keys missing (first {missing[:1]}), {len(extra)} that this model has "
+            f"not (first {extra[:1]}): it was made for another base or other target modules"
+        )
+
+
 def install_adapter(model: PeftModel, adapter: Adapter) -> None:
     """Copy an adapter into a model's `default` adapter in place and leave the model in eval mode.
 
     All is compared before the first value is written. Raises AdapterError naming the first difference.
     """
     have, new = adapter_parameters(model), adapter.tensors
-    if have.keys() != new.keys():
-        missing, extra = sorted(have.keys() - new.keys()), sorted(new.keys() - have.keys())
-        raise AdapterError(
-            f"adapter {adapter.pointer.folder}: {len(missing)} LoRA keys missing (first {missing[:1]}), {len(extra)} "
-            f"that this model has not (first {extra[:1]}): it was made for another base or other target modules"
-        )
+    check_keys(have, new, adapter.pointer.folder)
     for key, parameter in have.items():
         if parameter.shape != new[key].shape:
             raise AdapterError(

@@ -32,8 +32,10 @@ def model_path() -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_sampler_and_learner_agree_on_a_real_model(model_path, dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "mean", "most"), [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, 0.1, 1.0)]
+)
+def test_sampler_and_learner_agree_on_a_real_model(model_path, dtype, mean, most):
     tokenizer = load_tokenizer(model_path)
     problems = load_problems(str(gsm8k_folder()), "train")[:2]
     prompts, _ = build_prompts(problems, tokenizer, 256)
@@ -56,7 +58,8 @@ def test_sampler_and_learner_agree_on_a_real_model(model_path, dtype, bound):
             with torch.no_grad():
                 new = PolicyModule(model, 0.9, 0, 1.0)(ids, torch.ones_like(ids), mask)[mask]
             gaps.append((new - torch.from_numpy(c.logprobs)).abs())
-    assert torch.cat(gaps).mean() < bound
+    assert torch.cat(gaps).mean() < mean
+    assert torch.cat(gaps).max() < most
 
 
 def test_both_workers_take_a_step_on_real_data(model_path, tmp_path):
