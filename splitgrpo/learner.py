@@ -154,10 +154,8 @@ class Learner:
             should_stop=self.stop,
             bump=self.server.bump if self.server else lambda: None,
         )
-        started, lr = (
-            time.monotonic(),
-            float(self.engine.get_lr()[0]),
-        )  # a scheduler moves it in the step
+        started = time.monotonic()
+        lr = float(self.engine.get_lr()[0])  # before the step: a scheduler moves it there
         result = optimizer_step(self.engine, groups, advantages, plan)
         if result is None:
             self.stop.raise_with_the_others()
