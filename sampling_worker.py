@@ -7,8 +7,9 @@ import logging
 import sys
 
 from data import PromptOrder, build_prompts, load_problems
+from splitgrpo.cli import parse_settings
 from splitgrpo.client import RunFinished
-from splitgrpo.config import DataError, SamplerSettings, parse_settings
+from splitgrpo.config import DataError, SamplerSettings
 from splitgrpo.monitor import setup_logging
 from splitgrpo.process import StopFlag, end_process, run_main
 from splitgrpo.sampler import Sampler

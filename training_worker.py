@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from splitgrpo.config import LearnerSettings, PeerTimeout, parse_settings
+from splitgrpo.cli import parse_settings
+from splitgrpo.config import LearnerSettings, PeerTimeout
 from splitgrpo.learner import Learner
 from splitgrpo.monitor import setup_logging
 from splitgrpo.process import StopFlag, Stopped, end_process, run_main

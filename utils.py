@@ -10,11 +10,24 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from splitgrpo.losses import (
+    LossResult,
+    cispo_loss,
+    clipped_loss,
+    dapo_loss,
+    dr_grpo_loss,
+    finish,
+    reinforce_loss,
+    sapo_loss,
+    sequence_ratio,
+    token_kl,
+    token_ratio,
+)
+
 FORMAT_REWARD, ANSWER_REWARD = 1.25, 1.0
 MAX_ANSWER_CHARS = (
     256  # more than this inside <answer> is no answer; it also bounds the time to read it
 )
-MAX_LOG_RATIO = 20.0  # exp() of more overflows float32 into NaN gradients
 
 # ---- reward -------------------------------------------------------------------------------------
 
@@ -125,10 +138,14 @@ def unbox(text: str) -> str:
 # ---- advantages and losses ----------------------------------------------------------------------
 
 
-def group_advantages(rewards: Tensor, group_size: int, eps: float = 1e-4) -> Tensor:
-    """(S,) rewards, group after group -> (S,) float32 advantages (r - mean) / (std + eps) in each group.
+def group_advantages(
+    rewards: Tensor, group_size: int, eps: float = 1e-4, estimator: str = "group"
+) -> Tensor:
+    """(S,) rewards, group after group -> (S,) float32 advantages: how much better than its group's mean each one is.
 
-    std has ddof 1; equal rewards give exact zeros. DeepSeekMath, arXiv 2402.03300, section 4.1.
+    estimator "group": (r - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300, section 4.1) · "batch": the same with the
+    std of the whole step · "none": r - mean (Dr. GRPO, arXiv 2503.20783) · "rloo": r - mean of the others, which is
+    (r - mean) * G / (G - 1) (arXiv 2402.14740). std has ddof 1; equal rewards give exact zeros.
     Raises ValueError for a reward that is not finite, a group of one, or rows that are not groups.
     """
     if group_size < 2 or rewards.numel() % group_size:
@@ -137,9 +154,17 @@ def group_advantages(rewards: Tensor, group_size: int, eps: float = 1e-4) -> Ten
         bad = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"reward {bad} is {rewards[bad].item()}")
     r = rewards.detach().double().view(-1, group_size)
-    scaled = (r - r.mean(dim=1, keepdim=True)) / (r.std(dim=1, keepdim=True) + eps)
+    better = r - r.mean(dim=1, keepdim=True)
+    if estimator == "group":
+        better = better / (r.std(dim=1, keepdim=True) + eps)
+    elif estimator == "batch":
+        better = better / (r.std() + eps)
+    elif estimator == "rloo":
+        better = better * group_size / (group_size - 1)
+    elif estimator != "none":
+        raise ValueError(f"estimator {estimator!r} is none of group, batch, none, rloo")
     equal = (r == r[:, :1]).all(dim=1, keepdim=True)
-    return scaled.masked_fill(equal, 0.0).flatten().float()
+    return better.masked_fill(equal, 0.0).flatten().float()
 
 
 def grpo_loss(
@@ -153,19 +178,20 @@ def grpo_loss(
     clip_eps_high: float | None = None,
     kl_coef: float = 0.04,
     denominator: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    aggregation: str = "sequence",
+    dual_clip: float | None = None,
+) -> LossResult:
     """GRPO: a clipped ratio for every token (DeepSeekMath, arXiv 2402.03300, equation 3).
 
-    Streams are (B, L) float32 nats, completion_mask (B, L) bool, advantages (B,). ref_logprobs may
-    be None: no KL. `denominator` is the number of completions of the whole optimizer step, so that
-    micro-batches add up; None means this batch's own.
-    Returns the loss (a scalar, nats) and sums for the metrics; see `aggregate`.
+    Streams are (B, L) float32 nats, completion_mask (B, L) bool, advantages (B,), or (B, L) with a weight for each token.
+    ref_logprobs may be None: no KL. `aggregation` says what the sum over tokens is divided by (`losses.aggregate`),
+    `denominator` is that number of the whole optimizer step, so that micro-batches add up; None: this batch's own.
+    Returns the loss (a scalar, nats) and sums for the metrics (`losses.finish`).
     """
-    log_ratio = masked(logprobs - old_logprobs, completion_mask)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (B, L)
-    clip = (clip_eps, clip_eps if clip_eps_high is None else clip_eps_high)
+    ratio = token_ratio(logprobs, old_logprobs, completion_mask)  # (B, L)
+    policy, clipped = clipped_loss(ratio, advantages, clip_eps, clip_eps_high, dual_clip)
     kl = token_kl(logprobs, ref_logprobs, completion_mask) if kl_coef else None
-    return aggregate(ratio, advantages, completion_mask, clip, kl, kl_coef, denominator)
+    return finish(policy, ratio, clipped, kl, kl_coef, completion_mask, aggregation, denominator)
 
 
 def gspo_loss(
@@ -179,75 +205,26 @@ def gspo_loss(
     clip_eps_high: float | None = 4e-4,
     kl_coef: float = 0.0,
     denominator: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    aggregation: str = "sequence",
+    dual_clip: float | None = None,
+) -> LossResult:
     """GSPO: one clipped ratio for a whole completion (arXiv 2507.18071, equations 5 to 7).
 
     The ratio is the geometric mean of the token ratios, so it stays far closer to 1 than theirs:
     hence clip bounds of 3e-4 and 4e-4. Arguments and result as in `grpo_loss`.
     """
-    log_ratio = masked(logprobs - old_logprobs, completion_mask)
-    mean = log_ratio.sum(dim=1, keepdim=True) / lengths(completion_mask)[:, None]  # (B, 1)
-    ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(logprobs)
-    clip = (clip_eps, clip_eps if clip_eps_high is None else clip_eps_high)
+    ratio = sequence_ratio(logprobs, old_logprobs, completion_mask)  # (B, L), equal along L
+    policy, clipped = clipped_loss(ratio, advantages, clip_eps, clip_eps_high, dual_clip)
     kl = token_kl(logprobs, ref_logprobs, completion_mask) if kl_coef else None
-    return aggregate(ratio, advantages, completion_mask, clip, kl, kl_coef, denominator)
+    return finish(policy, ratio, clipped, kl, kl_coef, completion_mask, aggregation, denominator)
 
 
-LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+LOSSES: dict[str, Callable[..., LossResult]] = {
     "grpo": grpo_loss,
     "gspo": gspo_loss,
+    "dr_grpo": dr_grpo_loss,
+    "dapo": dapo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "reinforce": reinforce_loss,
 }
-
-
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values on the mask, 0 with gradient exactly 0 elsewhere, whatever stood there."""
-    return values.masked_fill(~mask, 0.0)
-
-
-def lengths(mask: Tensor) -> Tensor:
-    """(B,) sampled tokens of each row, at least 1."""
-    return mask.sum(dim=1).clamp(min=1)
-
-
-def token_kl(logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor) -> Tensor | None:
-    """k3 = exp(f - lp) - (f - lp) - 1 for each token, never negative; None without a reference."""
-    if ref_logprobs is None:
-        return None
-    gap = masked(ref_logprobs - logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return gap.exp() - gap - 1.0
-
-
-def aggregate(
-    ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: tuple[float, float],
-    kl: Tensor | None,
-    kl_coef: float,
-    denominator: float | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip, add the KL, take the mean over each row's tokens, then the sum of rows over `denominator`.
-
-    Metrics are detached sums over this batch (ratio_max a maximum), for the learner to add up over
-    micro-batches and ranks: kl_sum is over rows (mean over tokens each) and absent without a KL, the others over tokens.
-    """
-    low, high = 1.0 - clip[0], 1.0 + clip[1]
-    a = advantages[:, None]  # (B, 1)
-    per_token = -torch.minimum(ratio * a, ratio.clamp(low, high) * a)  # (B, L)
-    if kl is not None:
-        per_token = per_token + kl_coef * kl
-    per_row = masked(per_token, mask).sum(dim=1) / lengths(mask)  # (B,)
-    num_rows = mask.any(dim=1).sum()
-    loss = per_row.sum() / max(1.0, float(num_rows) if denominator is None else denominator)
-    seen = masked(ratio.detach(), mask)
-    outside = mask & ((ratio < low) | (ratio > high))
-    metrics = {
-        "clipped_sum": outside.sum().float(),
-        "ratio_sum": seen.sum(),
-        "ratio_max": torch.cat([seen.flatten(), seen.new_zeros(1)]).max(),
-        "num_tokens": mask.sum().float(),
-        "num_sequences": num_rows.float(),
-    }
-    if kl is not None:
-        metrics["kl_sum"] = (masked(kl, mask).sum(dim=1) / lengths(mask)).detach().sum()
-    return loss, metrics

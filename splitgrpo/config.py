@@ -1,14 +1,26 @@
 """Every knob of both workers, declared once: one line holds its name, default and help text."""
 
-import argparse
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-LOSSES = ("grpo", "gspo")
 # The sampler must know whether a reference pass is wanted; all other defaults of a loss stand in its own signature.
-KL_COEF_DEFAULT = {"grpo": 0.04, "gspo": 0.0}
+KL_COEF_DEFAULT = {
+    "grpo": 0.04,
+    "gspo": 0.0,
+    "dr_grpo": 0.0,
+    "dapo": 0.0,
+    "cispo": 0.0,
+    "sapo": 0.0,
+    "reinforce": 0.0,
+}
+LOSSES = tuple(KL_COEF_DEFAULT)
+# Flags that a loss's formula has no place for; giving one is an error, not a silent nothing.
+UNUSED_FLAGS = {"cispo": ("dual_clip",), "sapo": ("clip_eps", "clip_eps_high", "dual_clip"),
+                "reinforce": ("clip_eps", "clip_eps_high", "dual_clip")}  # fmt: skip
+
+JOURNAL = "journal"  # folder of a run that --journal writes and --replay reads
 
 EXIT_OK, EXIT_USAGE, EXIT_DATA, EXIT_INTERNAL, EXIT_RETRY = 0, 2, 65, 70, 75
 
@@ -47,9 +59,9 @@ class SharedSettings:
     top_k: int = knob(0, "keep the k most likely tokens (0: all)", agree=True)
     top_p: float = knob(1.0, "keep the smallest set of tokens with this probability (1: all)", agree=True)
     loss: str = knob("grpo", "loss in utils.py", choices=LOSSES, agree=True)
-    kl_coef: float | None = knob(None, "β of the KL to the base model (default: grpo 0.04, gspo 0: no reference pass)", agree=True)
-    clip_eps: float | None = knob(None, "lower clip ε (default: grpo 0.2, gspo 3e-4)")
-    clip_eps_high: float | None = knob(None, "upper clip ε (default: grpo = clip_eps, gspo 4e-4)")
+    kl_coef: float | None = knob(None, "β of the KL to the base model (default: grpo 0.04, all others 0: no reference pass)", agree=True)
+    clip_eps: float | None = knob(None, "lower clip ε (default: 0.2, gspo 3e-4)")
+    clip_eps_high: float | None = knob(None, "upper clip ε (default: as clip_eps; gspo 4e-4, dapo 0.28, cispo 4: a cap of 5)")
     learning_rate: float | None = knob(None, "overrides the lr of ds_config.json")
     max_steps: int = knob(200, "optimizer steps of the run")
     max_staleness: int = knob(1, "versions by which a trained group may be older than the policy (0: exact on-policy)", agree=True)
@@ -89,111 +101,21 @@ class LearnerSettings(SharedSettings):
     keep_adapters: int = knob(4, "published adapters kept on disk")
     keep_checkpoints: int = knob(2, "resumable checkpoints kept on disk")
     max_bad_steps: int = knob(5, "end after so many steps in a row with a non-finite loss or gradient")
+    advantage: str | None = knob(None, "advantages: (r - mean) / std of the group, / std of the whole batch, none: r - mean, rloo: r - mean of the others (default: group; dr_grpo none)", choices=("group", "batch", "none", "rloo"))
+    aggregation: str | None = knob(None, "mean over each sequence and then over sequences, over all tokens, or a fixed divisor of sequences x max_new_tokens (default: the loss's own)", choices=("sequence", "token", "fixed"))
+    dual_clip: float | None = knob(None, "bound the loss of a bad completion's token at so many times its advantage (the paper's: 3; default: no bound)")
+    mask_truncated: bool = knob(False, "completions cut by max_new_tokens carry no gradient and count in no denominator")
+    soft_overlong_tokens: int = knob(0, "DAPO's penalty, down to -1 over so many last tokens before max_new_tokens (the paper's: a fifth of it; 0: off)")
+    entropy_coef: float = knob(0.0, "weight of an entropy bonus, averaged as the loss is")
+    mismatch_correction: str = knob("none", "weigh tokens by how much learner and sampler differ at the same version: truncate the weight, or mask where it is above the cap; takes a forward pass more for stale rollouts", choices=("none", "truncate", "mask"))
+    mismatch_level: str = knob("token", "a weight for each token, or for the whole sequence by the sum of its differences", choices=("token", "sequence"))
+    mismatch_cap: float = knob(2.0, "cap of these weights")
+    mismatch_warn: float | None = knob(None, "say aloud a mean difference of log-probs above this (default: 1e-3 in float32, 0.1 in bfloat16)")
+    journal: bool = knob(False, "write every received group to SAVE_PATH/journal, for --replay")
+    journal_gb: float = knob(4.0, "size of the journal; the oldest steps are removed above it")
+    replay: str | None = knob(None, "train on the journal of this run folder, with its settings where no flag says otherwise; no sampler")
     local_rank: int = knob(-1, "set by the deepspeed launcher")
     # fmt: on
-
-
-Settings = TypeVar("Settings", bound=SharedSettings)
-
-
-def build_parser(cls: type[Settings], prog: str) -> argparse.ArgumentParser:
-    """One flag a field of `cls`; names are spelled out whole, an abbreviation is an error."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=cls.__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for field in dataclasses.fields(cls):
-        add_flag(parser, field)
-    return parser
-
-
-def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    """Turn one declared knob into one argparse flag."""
-    text = field.metadata["help"].replace("%", "%%")
-    if field.type is bool:
-        parser.add_argument(
-            f"--{field.name}", action="store_true", default=field.default, help=text
-        )
-        return
-    kind = float if field.type == float | None else field.type
-    parser.add_argument(
-        f"--{field.name}",
-        type=kind,
-        default=field.default,
-        choices=field.metadata["choices"],
-        help=text,
-    )
-
-
-def parse_settings(cls: type[Settings], argv: list[str] | None = None, prog: str = "") -> Settings:
-    """Parse flags into frozen settings with their ranges checked. None means: the loss's own default.
-
-    Raises SystemExit(2) for an unknown flag, SettingsError for a value that cannot work.
-    """
-    settings = cls(**vars(build_parser(cls, prog).parse_args(argv)))
-    check_settings(settings)
-    return settings
-
-
-def check_settings(settings: SharedSettings) -> None:
-    """Refuse values that would fail, or silently teach nothing, hours later."""
-    s = settings
-    require(s.group_size >= 2, f"--group_size {s.group_size}: a group needs at least 2 completions "
-            "to have a baseline; with fewer every advantage is 0. Use 4 to 16.")  # fmt: skip
-    require(
-        0 < s.temperature <= 10, f"--temperature {s.temperature}: must be above 0 and at most 10"
-    )
-    require(0 < s.top_p <= 1, f"--top_p {s.top_p}: must be above 0 and at most 1")
-    require(s.top_k >= 0, f"--top_k {s.top_k}: must be 0 (off) or more")
-    for name in ("max_new_tokens", "max_prompt_tokens", "max_steps", "lora_rank", "lora_alpha"):
-        require(getattr(s, name) >= 1, f"--{name} {getattr(s, name)}: must be at least 1")
-    require(s.max_staleness >= 0, f"--max_staleness {s.max_staleness}: must be 0 or more")
-    for name in ("kl_coef", "clip_eps", "clip_eps_high", "learning_rate"):
-        value = getattr(s, name)
-        require(
-            value is None or 0 <= value < float("inf"),
-            f"--{name} {value}: must be 0 or more and finite",
-        )
-    require(0 <= s.seed < 1 << 63, f"--seed {s.seed}: must be 0 or more, and below 2^63")
-    require(
-        0 <= s.num_threads <= 1024,
-        f"--num_threads {s.num_threads}: must be 0 (half the cores) to 1024",
-    )
-    require(1 <= s.port <= 65535, f"--port {s.port}: must be 1 to 65535")
-    require(s.wait_timeout_s > 0, f"--wait_timeout_s {s.wait_timeout_s}: must be above 0")
-    require(s.host in ("127.0.0.1", "localhost"), f"--host {s.host}: only loopback is allowed, because messages "
-            "are signed but not encrypted. For another machine, tunnel the port (ssh -L).")  # fmt: skip
-    if isinstance(s, SamplerSettings):
-        require(s.batch_size >= 1 and s.batch_size % s.group_size == 0,
-                f"--batch_size {s.batch_size} is not a multiple of --group_size {s.group_size}: a round samples whole "
-                f"groups. Try --batch_size {max(1, s.batch_size // s.group_size) * s.group_size}.")  # fmt: skip
-        require(s.sampler_id >= 0, f"--sampler_id {s.sampler_id}: must be 0 or more")
-        require(
-            s.reload_failures >= 1, f"--reload_failures {s.reload_failures}: must be at least 1"
-        )
-    if isinstance(s, LearnerSettings):
-        for name in ("save_steps", "sync_steps", "keep_checkpoints", "max_bad_steps"):
-            require(getattr(s, name) >= 1, f"--{name} {getattr(s, name)}: must be at least 1")
-        require(s.sync_steps <= s.max_staleness + 1, f"--sync_steps {s.sync_steps} with --max_staleness "
-                f"{s.max_staleness}: rollouts would be too old before the next adapter is published, and both workers "
-                f"would wait for ever. Use at most --sync_steps {s.max_staleness + 1}.")  # fmt: skip
-        require(s.keep_adapters >= 2, f"--keep_adapters {s.keep_adapters}: must be at least 2, or an adapter is "
-                "removed while a sampler reads it")  # fmt: skip
-
-
-def positive_int(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise SettingsError(message) unless `condition` holds."""
-    if not condition:
-        raise SettingsError(message)
 
 
 def effective_kl_coef(settings: SharedSettings) -> float:
@@ -201,11 +123,17 @@ def effective_kl_coef(settings: SharedSettings) -> float:
     return KL_COEF_DEFAULT[settings.loss] if settings.kl_coef is None else settings.kl_coef
 
 
-def loss_options(settings: SharedSettings) -> dict[str, float]:
+def loss_options(settings: LearnerSettings) -> dict[str, Any]:
     """Keyword arguments for the loss: only what was given, so that a loss swapped in the code keeps its own defaults."""
     high = settings.clip_eps if settings.clip_eps_high is None else settings.clip_eps_high
-    given = {"clip_eps": settings.clip_eps, "clip_eps_high": high, "kl_coef": settings.kl_coef}
+    given = {"clip_eps": settings.clip_eps, "clip_eps_high": high}
+    given |= {n: getattr(settings, n) for n in ("kl_coef", "aggregation", "dual_clip")}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def effective_advantage(settings: LearnerSettings) -> str:
+    """The advantage estimator as the flags say it, or the loss's own."""
+    return settings.advantage or ("none" if settings.loss == "dr_grpo" else "group")
 
 
 def agreed_settings(settings: SharedSettings) -> dict[str, str]:

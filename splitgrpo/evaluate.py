@@ -32,7 +32,8 @@ from splitgrpo.adapters import (
     check_keys,
     read_struct,
 )
-from splitgrpo.config import DataError, SettingsError, default_threads, positive_int
+from splitgrpo.cli import positive_int
+from splitgrpo.config import DataError, SettingsError, default_threads
 from splitgrpo.engines.base import Engine, Sampling
 from splitgrpo.engines.hf import HFEngine
 from splitgrpo.process import StopFlag, end_process, run_main

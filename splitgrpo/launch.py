@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitgrpo.cli import build_parser
 from splitgrpo.config import (
     EXIT_INTERNAL,
     EXIT_OK,
@@ -25,7 +26,6 @@ from splitgrpo.config import (
     SamplerSettings,
     SettingsError,
     SharedSettings,
-    build_parser,
 )
 from splitgrpo.monitor import MetricsReader, ProgressBar, plot_curves
 from splitgrpo.process import PARENT_ENV, StopFlag, end_process, run_main

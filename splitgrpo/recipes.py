@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from splitgrpo import evaluate, warmstart
-from splitgrpo.config import EXIT_OK, SettingsError, positive_int
+from splitgrpo.cli import positive_int
+from splitgrpo.config import EXIT_OK, SettingsError
 from splitgrpo.files import write_json
 from splitgrpo.launch import ROOT, train
 from splitgrpo.process import StopFlag, end_process, run_main

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from splitgrpo import models
-from splitgrpo.config import DataError, SettingsError, default_threads, positive_int
+from splitgrpo.cli import positive_int
+from splitgrpo.config import DataError, SettingsError, default_threads
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.process import StopFlag, end_process, run_main
 

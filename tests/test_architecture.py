@@ -10,7 +10,8 @@ PACKAGE = sorted((ROOT / "splitgrpo").rglob("*.py"))
 SOURCES = [*PACKAGE, *sorted(ROOT.glob("*.py"))]
 # A module may import those before it.
 LAYERS = [
-    {"config", "rollout", "files"},
+    {"config", "rollout", "files", "losses"},
+    {"cli"},
     {"wire", "process", "logprobs", "monitor", "scoring"},
     {"transport", "adapters"},
     {"admission"},

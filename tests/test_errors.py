@@ -14,6 +14,7 @@ from conftest import tiny_model
 import sampling_worker
 import training_worker
 from splitgrpo import demo, evaluate
+from splitgrpo.cli import parse_settings
 from splitgrpo.config import (
     KL_COEF_DEFAULT,
     LearnerSettings,
@@ -21,7 +22,6 @@ from splitgrpo.config import (
     SettingsError,
     effective_kl_coef,
     loss_options,
-    parse_settings,
 )
 from splitgrpo.models import load_base, load_tokenizer, pick_device
 from splitgrpo.warmstart import save_model
