@@ -8,10 +8,8 @@ import logging
 import os
 import sys
 
-import torch
-
 from splitgrpo.cli import parse_settings
-from splitgrpo.config import LearnerSettings, PeerTimeout
+from splitgrpo.config import LearnerSettings, PeerTimeout, effective_advantage
 from splitgrpo.learner import Learner
 from splitgrpo.monitor import setup_logging
 from splitgrpo.process import StopFlag, Stopped, end_process, run_main
@@ -26,10 +24,12 @@ def train(settings: LearnerSettings, stop: StopFlag) -> None:
     with Learner(settings, stop, log) as learner:
         try:
             learner.publish()
-            while learner.step < settings.max_steps:
+            while learner.step < learner.max_steps:
                 groups = learner.next_groups()
-                rewards = torch.tensor([r.reward for g in groups for r in g.rollouts])
-                advantages = group_advantages(rewards, settings.group_size)
+                rewards = learner.rewards(groups)
+                advantages = group_advantages(
+                    rewards, settings.group_size, estimator=effective_advantage(settings)
+                )
                 metrics = learner.optimizer_step(groups, advantages, loss_fn)
                 learner.publish()
                 learner.report(metrics)

@@ -21,6 +21,7 @@ class ServerPlan:
     next_seq         {sampler_id: first sequence number still wanted}
     peer_timeout_s   a sampler that makes no progress for so long gives back its credit
     check_group      raises RolloutError for a group whose values cannot be trained on
+    journal          keep what arrives for `GroupServer.take_arrivals`
     """
 
     run_id: str
@@ -33,6 +34,7 @@ class ServerPlan:
     next_seq: dict[int, int]
     peer_timeout_s: float
     check_group: Callable[[Group], None]
+    journal: bool = False
 
 
 @dataclass

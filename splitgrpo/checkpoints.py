@@ -36,7 +36,7 @@ def rng_states(ranks: Ranks) -> dict[str, Tensor]:
 
 def save_checkpoint(
     run_dir: Path,
-    model: Any,
+    engine: Any,
     ranks: Ranks,
     settings: LearnerSettings,
     *,
@@ -48,9 +48,9 @@ def save_checkpoint(
 
     `cursor` holds, for each sampler, the sequence number after its last trained group.
     """
-    tensors = {f"lora|{k}": v for k, v in lora_state(model).items()}
+    tensors = {f"lora|{k}": v for k, v in lora_state(engine.module.model).items()}
     if step > 0:  # Adam has no moments before its first step
-        tensors |= optimizer_state(model)
+        tensors |= optimizer_state(engine)
     tensors |= rng_states(ranks)
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     if not ranks.is_main or path.exists():

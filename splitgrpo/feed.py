@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from splitgrpo.config import PeerTimeout
+from splitgrpo.journal import Replay
 from splitgrpo.rollout import Group
 from splitgrpo.server import GroupServer
 from splitgrpo.wire import GroupHeader, MessageError, unpack_group, unseal
@@ -29,7 +30,7 @@ class Feed:
     def __init__(
         self,
         ranks: Ranks,
-        server: GroupServer | None,
+        server: GroupServer | Replay | None,
         key: bytes,
         *,
         wait_timeout_s: float,

@@ -14,7 +14,9 @@ from splitgrpo import models, zero
 from splitgrpo.adapters import Publisher, base_digest
 from splitgrpo.admission import ServerPlan
 from splitgrpo.checkpoints import save_checkpoint
+from splitgrpo.cli import warn_of
 from splitgrpo.config import (
+    JOURNAL,
     LearnerSettings,
     agreed_settings,
     default_threads,
@@ -22,7 +24,10 @@ from splitgrpo.config import (
     loss_options,
 )
 from splitgrpo.feed import Feed
+from splitgrpo.journal import Journal, Replay, read_index
 from splitgrpo.logprobs import PolicyModule
+from splitgrpo.losses import soft_overlong_penalty
+from splitgrpo.mismatch import WARN_ABOVE, Correction, MismatchAlarm, PolicyHistory
 from splitgrpo.monitor import MetricsWriter, step_line
 from splitgrpo.process import StopFlag
 from splitgrpo.rollout import Group, check_group
@@ -41,7 +46,8 @@ class Learner:
         self.settings, self.stop, self.log = settings, stop, log
         self.step = 0
         self.cursor: dict[int, int] = {}
-        self.server: GroupServer | None = None
+        self.server: GroupServer | Replay | None = None
+        self.journal: Journal | None = None
         self.publisher: Publisher | None = None
         self.metrics: MetricsWriter | None = None
         self.bad_steps = BadSteps(settings.max_bad_steps)
@@ -52,6 +58,10 @@ class Learner:
         zero.check_batch(self.ds, num_ranks, settings.group_size, settings.ds_config)
         self.groups_per_step = self.ds.completions_per_step(num_ranks) // settings.group_size
         models.check_model_path(settings.model_path)
+        self.max_steps = settings.max_steps
+        if settings.replay:
+            recorded = len(read_index(Path(settings.replay) / JOURNAL))
+            self.max_steps = min(self.max_steps, recorded)
         self.run_dir, self.key, self.run_id = Path(settings.save_path), b"", ""
         if int(os.environ.get("RANK", "0")) == 0:
             self._open()
@@ -71,6 +81,8 @@ class Learner:
     def _open(self) -> None:
         """Rank 0: claim folder and port before anything slow happens."""
         s = self.settings
+        for warning in warn_of(s):
+            self.log.warning("%s", warning)
         self.run_dir, self.key, self.run_id = claim_run_folder(s.save_path)
         vocab_size = models.load_config(s.model_path).get_text_config().vocab_size
         want_ref = effective_kl_coef(s) > 0
@@ -95,10 +107,19 @@ class Learner:
             next_seq={},
             peer_timeout_s=s.wait_timeout_s,
             check_group=check,
+            journal=s.journal,
         )
-        self.server = GroupServer(s.host, s.port, self.key, plan, self.log)
         self.metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
+        if s.replay:
+            self.server = Replay(s.replay, self.key, plan, s.temperature)
+            self.log.info(
+                "replaying %d steps of %s, run folder %s", self.max_steps, s.replay, self.run_dir
+            )
+            return
+        self.server = GroupServer(s.host, s.port, self.key, plan, self.log)
         self.log.info("listening on %s:%d, run folder %s", s.host, s.port, self.run_dir)
+        if s.journal:
+            self.journal = Journal(self.run_dir, s, self.ds.config, self.groups_per_step, self.log)
 
     def _start_engine(self) -> Any:
         s = self.settings
@@ -117,7 +138,12 @@ class Learner:
                 config=models.lora_config(self.model),
                 keep=s.keep_adapters,
             )
-        policy = PolicyModule(self.model, s.temperature, s.top_k, s.top_p)
+        self.history = PolicyHistory(self.model, s.max_staleness + 1)
+        limit = WARN_ABOVE[self.ds.dtype_name] if s.mismatch_warn is None else s.mismatch_warn
+        self.alarm = MismatchAlarm(limit, filtered=s.top_k > 0 or s.top_p < 1)
+        policy = PolicyModule(
+            self.model, s.temperature, s.top_k, s.top_p, entropy_grad=s.entropy_coef > 0
+        )
         return zero.start_engine(policy, self.ds)
 
     def _share_key(self) -> bytes:
@@ -138,25 +164,44 @@ class Learner:
         self.wait_s = time.monotonic() - self.step_started
         if groups is None:
             self.stop.raise_with_the_others()
+        if self.journal is not None and self.server is not None:
+            self.journal.write(self.step, self.server.take_arrivals())
         return groups
+
+    def rewards(self, groups: list[Group]) -> Tensor:
+        """(S,) float64 rewards of all completions, less the penalty for overlong ones where that is asked for."""
+        s, rollouts = self.settings, [r for g in groups for r in g.rollouts]
+        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+        if s.soft_overlong_tokens:
+            lengths = torch.tensor([r.completion_len for r in rollouts])
+            rewards += soft_overlong_penalty(lengths, s.max_new_tokens, s.soft_overlong_tokens)
+        return rewards
 
     def optimizer_step(
         self, groups: list[Group], advantages: Tensor, loss_fn: LossFn
     ) -> dict[str, float]:
         """Take one step; `advantages` (S,) in the order of the rollouts. Returns metrics. Raises Stopped."""
+        s = self.settings
+        corrected = s.mismatch_correction != "none"
+        correction = Correction(s.mismatch_correction, s.mismatch_level, s.mismatch_cap)
         plan = StepPlan(
             ranks=self.ranks,
             loss_fn=loss_fn,
-            loss_options=loss_options(self.settings),
+            loss_options=loss_options(s),
             micro_batch_size=self.ds.micro_batch_size,
             pad_id=0,
+            max_new_tokens=s.max_new_tokens,
+            mask_truncated=s.mask_truncated,
+            entropy_coef=s.entropy_coef,
+            history=self.history,
+            correction=correction if corrected else None,
             agree=self.feed.agree,
             should_stop=self.stop,
             bump=self.server.bump if self.server else lambda: None,
         )
         started = time.monotonic()
         lr = float(self.engine.get_lr()[0])  # before the step: a scheduler moves it there
-        result = optimizer_step(self.engine, groups, advantages, plan)
+        result = optimizer_step(self.engine, groups, advantages, plan, self.step)
         if result is None:
             self.stop.raise_with_the_others()
         self.step += 1
@@ -164,14 +209,17 @@ class Learner:
             self.cursor[group.sampler_id] = max(self.cursor.get(group.sampler_id, 0), group.seq + 1)
         if warning := self.bad_steps.note(result, self.step):
             self.log.warning("%s", warning)
+        if self.ranks.is_main and (warning := self.alarm.note(result)):
+            self.log.warning("%s", warning)
         result |= {"lr": lr, "train_s": time.monotonic() - started}
-        return result | rollout_metrics(groups, self.step - 1)
+        return result | rollout_metrics(groups, self.step - 1, advantages)
 
     def publish(self, *, done: bool = False) -> None:
         """Publish the weights if this step is due, and raise the samplers' credit. Raises OSError."""
         if self.step % self.settings.sync_steps and not done:
             return
         tensors = zero.lora_state(self.model)
+        self.history.add(self.step, tensors)
         if self.publisher is not None and self.server is not None:
             pointer = self.publisher.publish(self.step, tensors, done=done)
             self.server.set_version(self.step, pointer.sha256)
@@ -192,7 +240,7 @@ class Learner:
             "dropped_stale": self.server.dropped["stale"],
             "dropped_invalid": self.server.dropped["invalid"] + sum(self.server.invalid.values()),
             "skipped_steps": self.bad_steps.total,
-            "max_steps": self.settings.max_steps,
+            "max_steps": self.max_steps,
         }
         self.metrics.write(row)
         self.log.info("%s", step_line(row))
@@ -208,7 +256,7 @@ class Learner:
             return
         path = save_checkpoint(
             self.run_dir,
-            self.model,
+            self.engine,
             self.ranks,
             self.settings,
             step=self.step,

@@ -5,6 +5,10 @@ has no use for are accepted and not read (config.py refuses their flags). Shapes
 whole optimizer step, N their sampled tokens.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,7 +81,7 @@ def sapo_loss(
     """
     ratio = token_ratio(logprobs, old_logprobs, completion_mask)  # (B, L)
     a = per_token(advantages)
-    tau = torch.where(a > 0, 1.0, 1.05)
+    tau = torch.full_like(a, 1.05).masked_fill(a > 0, 1.0)
     policy = -torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * a
     kl = token_kl(logprobs, ref_logprobs, completion_mask) if kl_coef else None
     return finish(policy, ratio, None, kl, kl_coef, completion_mask, aggregation, denominator)
@@ -181,6 +185,12 @@ def step_denominator(aggregation: str, sequences: int, tokens: int, max_new_toke
     """What the sum of a step's losses is divided by: S, N or S * max_new_tokens, at least 1."""
     chosen = {"sequence": sequences, "token": tokens, "fixed": sequences * max_new_tokens}
     return float(max(1, chosen[aggregation]))
+
+
+def aggregation_of(loss_fn: Callable[..., LossResult], options: Mapping[str, Any]) -> str:
+    """How a loss takes its mean: as asked, or by its own default; a loss of a user's own without a say: "sequence"."""
+    parameter = inspect.signature(loss_fn).parameters.get("aggregation")
+    return str(options.get("aggregation") or (parameter.default if parameter else "sequence"))
 
 
 def finish(

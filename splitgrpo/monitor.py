@@ -181,8 +181,8 @@ class ProgressBar:
 # Panels of the picture: title, y label, metrics drawn in it.
 PANELS = (
     ("Reward", "reward", ("reward", "reward/*")),
-    ("Accuracy of sampled completions", "share right", ("accuracy", "finished_frac")),
-    ("KL to the base model", "nats a token", ("kl",)),
+    ("Accuracy of sampled completions", "share right", ("accuracy", "truncated_frac")),
+    ("KL, entropy, mismatch", "nats a token", ("kl", "entropy", "mismatch_mean")),
     ("Clipping and gradient", "share / norm", ("clip_frac", "grad_norm")),
     ("Staleness", "versions / share", ("staleness_mean", "staleness_max", "zero_std_frac")),
     ("Speed", "seconds", ("step_s", "wait_s", "train_s")),

@@ -54,6 +54,7 @@ class GroupServer(SocketThread):
         self.progress = 0
         self.last_progress = time.monotonic()
         self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
+        self._arrivals: list[tuple[GroupHeader, bytes]] = []
         self._settings_hash = settings_hash(plan.settings)
         try:
             self._socket.bind(f"tcp://{host}:{port}")
@@ -86,6 +87,12 @@ class GroupServer(SocketThread):
                 if remaining <= 0:
                     return None
                 self.lock.wait(remaining)
+
+    def take_arrivals(self) -> list[tuple[GroupHeader, bytes]]:
+        """What was accepted since the last call, in order of arrival, as received; empty unless plan.journal."""
+        with self.lock:
+            arrivals, self._arrivals = self._arrivals, []
+            return arrivals
 
     def set_version(self, version: int, adapter_digest: str) -> None:
         """Tell the samplers that adapter `version` is published; raises the credit."""
@@ -220,6 +227,8 @@ class GroupServer(SocketThread):
         else:
             self.accepted += 1
             self._queue.append((group, payload))
+            if self.plan.journal:
+                self._arrivals.append((header, blob))
         self._grant()
 
     def _admit(self, group: Group, header: GroupHeader) -> None:

@@ -208,6 +208,11 @@ def unpack_group(header: GroupHeader, blob: bytes) -> Group:
         arrays = safetensors.numpy.load(blob)
     except (SafetensorError, ValueError, KeyError) as error:
         raise MessageError(f"bad blob: {error}") from error
+    return build_group(header, arrays)
+
+
+def build_group(header: GroupHeader, arrays: dict[str, np.ndarray]) -> Group:
+    """The same from arrays. Raises MessageError."""
     num, parts = _check_arrays(arrays, len(header.part_names))
     cuts = np.cumsum(arrays["lengths"])[:-1]
     split = {n: np.split(arrays[n], cuts) for n in (*STREAMS, "ref_logprobs") if n in arrays}

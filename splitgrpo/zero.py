@@ -1,6 +1,7 @@
 """Everything that touches DeepSpeed: its settings, the process group, the engine, and float32 state out of it."""
 
 import json
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ def read_ds_config(path: str, learning_rate: float | None) -> DeepSpeedSettings:
         )
     need_number(config["gradient_clipping"], "gradient_clipping", path)
     stage = section(config, "zero_optimization", path).get("stage")
-    if stage not in (1, 2, 3):
-        raise SettingsError(f"{path}: zero_optimization.stage must be 1, 2 or 3, found {stage!r}")
+    if stage not in (0, 1, 2, 3):
+        raise SettingsError(f"{path}: zero_optimization.stage must be 0 to 3, found {stage!r}")
     optimizer = section(config, "optimizer", path)
     params = section(optimizer, "params", path)
     if optimizer.get("type") not in ("Adam", "AdamW") or "lr" not in params:
@@ -86,6 +87,14 @@ def read_ds_config(path: str, learning_rate: float | None) -> DeepSpeedSettings:
     if fp16:
         raise SettingsError(
             f"{path}: fp16 loses LoRA gradients to its small range; enable bf16, or neither for float32"
+        )
+    if bf16 and stage == 0:
+        raise SettingsError(
+            f"{path}: bf16 needs zero_optimization.stage 1 to 3, which keeps float32 masters"
+        )
+    if bf16 and not config["bf16"].get("check_grad_overflow", True):
+        raise SettingsError(
+            f"{path}: bf16.check_grad_overflow is false: a non-finite gradient would reach the weights; remove it"
         )
     return DeepSpeedSettings(
         config=config,
@@ -200,22 +209,48 @@ def start_engine(module: nn.Module, ds: DeepSpeedSettings) -> Any:
     return engine
 
 
+def take_step(engine: Any) -> tuple[bool, float]:
+    """End a step: update the weights, or leave them where the gradient is not finite. A collective.
+
+    Returns whether they were updated, and the gradient's norm before clipping.
+    """
+    if engine.zero_optimization_stage() == 0:  # DeepSpeed 0.19.8 checks no gradient there
+        grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        if not math.isfinite(norm):
+            engine.zero_grad()
+            return False, norm
+        engine.step()
+        return True, norm
+    engine.step()
+    found = engine.get_global_grad_norm()
+    return bool(engine.was_step_applied()), float("nan") if found is None else float(found)
+
+
 def lora_state(model: Any) -> dict[str, Tensor]:
     """The float32 masters of all LoRA parameters on the CPU, by PEFT's key. A collective: every rank calls it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {k: cpu_copy(safe_get_full_fp32_param(p)) for k, p in adapter_parameters(model).items()}
+    found = {}
+    for key, parameter in adapter_parameters(model).items():
+        master = safe_get_full_fp32_param(parameter)
+        found[key] = cpu_copy(parameter if master is None else master)  # stage 0 keeps no other
+    return found
 
 
-def optimizer_state(model: Any) -> dict[str, Tensor]:
+def optimizer_state(engine: Any) -> dict[str, Tensor]:
     """Adam's moments of all LoRA parameters on the CPU, "<PEFT key>|exp_avg". A collective: every rank calls it."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    return {
-        f"{key}|{name}": cpu_copy(safe_get_full_optimizer_state(parameter, name))
-        for key, parameter in adapter_parameters(model).items()
-        for name in ("exp_avg", "exp_avg_sq")
-    }
+    found = {}
+    for key, parameter in adapter_parameters(engine.module.model).items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if engine.zero_optimization_stage() == 0:
+                moment = engine.optimizer.state[parameter][name]
+            else:
+                moment = safe_get_full_optimizer_state(parameter, name)
+            found[f"{key}|{name}"] = cpu_copy(moment)
+    return found
 
 
 def cpu_copy(tensor: Tensor) -> Tensor:

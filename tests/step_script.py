@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from dataclasses import fields, replace
+from typing import Any
 
 sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
 
@@ -11,10 +13,12 @@ import torch
 from conftest import VOCAB, tiny_model
 from safetensors.torch import save_file
 
-from splitgrpo import models, zero
+from splitgrpo import batching, models, zero
+from splitgrpo import step as step_module
 from splitgrpo.logprobs import PolicyModule
+from splitgrpo.mismatch import Correction, PolicyHistory
 from splitgrpo.rollout import Group, Rollout
-from splitgrpo.step import StepPlan, optimizer_step
+from splitgrpo.step import StepPlan
 from utils import LOSSES, group_advantages
 
 
@@ -32,48 +36,102 @@ def fixed_groups(num_groups: int, group_size: int) -> list[Group]:
             old = rng.uniform(-4.5, -3.5, len(ids)).astype(np.float32) * mask
             ref = rng.uniform(-4.5, -3.5, len(ids)).astype(np.float32) * mask
             rollouts.append(
-                Rollout(ids, mask, old, ref, float(rng.integers(0, 3)), False, True, {})
+                Rollout(
+                    ids, mask, old, ref, float(rng.integers(0, 3)), False, len(completion) < 11, {}
+                )
             )
         groups.append(Group(tuple(rollouts), 0, seq, 0, 0, 0, 1, "", 1.0, "run"))
     return groups
 
 
-def main(job: dict) -> None:
-    """Take job["steps"] steps; rank 0 writes weights and metrics."""
-    ds = zero.read_ds_config(job["ds_config"], job["lr"])
-    ranks = zero.start_ranks(1)
-    base = tiny_model().requires_grad_(False)
-    model = models.add_lora(base.to(models.DTYPES[ds.dtype_name]), rank=4, alpha=8, seed=0)
-    engine = zero.start_engine(PolicyModule(model, 1.0, 0, 1.0), ds)
+def make_plan(job: dict, ranks: zero.Ranks, model: Any, ds: zero.DeepSpeedSettings) -> StepPlan:
+    """As the learner makes it."""
 
     def agree(values: list[int]) -> list[int]:
         tensor = torch.tensor(values)
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=ranks.control)
         return tensor.tolist()
 
-    plan = StepPlan(
+    correction = job.get("correction")
+    return StepPlan(
         ranks=ranks,
         loss_fn=LOSSES[job["loss"]],
         loss_options=job["loss_options"],
         micro_batch_size=ds.micro_batch_size,
         pad_id=0,
+        max_new_tokens=11,
+        mask_truncated=job.get("mask_truncated", False),
+        entropy_coef=job.get("entropy_coef", 0.0),
+        history=PolicyHistory(model, keep=3),
+        correction=Correction(*correction) if correction else None,
         agree=agree,
         should_stop=lambda: False,
         bump=lambda: None,
     )
-    groups = fixed_groups(4, 4)
+
+
+def split_for(job: dict, ranks: zero.Ranks):
+    """How rows are split in this job: "lopsided" gives rank 0 all, "reversed" and "padded" move rows and pads about."""
+    if job.get("split") == "lopsided":
+        size = job["micro"]
+        return lambda lengths, num_ranks, _: [
+            [list(range(i, min(i + size, len(lengths))))] + [[]] * (num_ranks - 1)
+            for i in range(0, len(lengths), size)
+        ]
+    return batching.plan_rows
+
+
+def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
+    """job["steps"] steps of a fresh engine: LoRA masters, Adam moments and metrics of each step."""
+    ds = zero.read_ds_config(job["ds_config"], job["lr"])
+    base = tiny_model().requires_grad_(False)
+    model = models.add_lora(base.to(models.DTYPES[ds.dtype_name]), rank=4, alpha=8, seed=0)
+    policy = PolicyModule(model, 1.0, 0, 1.0, entropy_grad=job.get("entropy_coef", 0.0) > 0)
+    engine = zero.start_engine(policy, ds)
+    plan = make_plan(job, ranks, model, ds)
+    step_module.plan_rows = split_for(job, ranks)
+    groups = fixed_groups(job.get("num_groups", 4), job.get("group_size", 4))
+    if (
+        job.get("split") == "reversed"
+    ):  # other groups first, and the rows of each group the other way round
+        groups = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]
+    if job.get("split") == "padded":
+        step_module.collate = padded_collate
     rewards = torch.tensor([r.reward for g in groups for r in g.rollouts])
+    size = job.get("group_size", 4)
     results = []
     for step in range(job["steps"]):
-        advantages = group_advantages(rewards, 4)
-        if step in job["nan_steps"]:
-            advantages = advantages * float("nan")
-        results.append(optimizer_step(engine, groups, advantages, plan))
-    before, moments = zero.lora_state(model), zero.optimizer_state(model)
-    if ranks.is_main:
-        save_file(before | moments, job["out"])
-        with open(job["out"] + ".json", "w") as file:
-            json.dump(results, file)
+        advantages = group_advantages(rewards, size) if size > 1 else torch.ones(len(rewards))
+        if step in job["nan_steps"] and (job.get("nan_rank") in (None, ranks.rank)):
+            advantages = advantages * float(job.get("nan_value", "nan"))
+        plan.history.add(step, zero.lora_state(model))
+        now = [replace(g, policy_version=max(0, step - job.get("staleness", 0))) for g in groups]
+        results.append(step_module.optimizer_step(engine, now, advantages, plan, step))
+    step_module.plan_rows, step_module.collate = batching.plan_rows, batching.collate
+    moments = zero.optimizer_state(engine) if any(r["applied"] for r in results) else {}
+    return zero.lora_state(model), moments, results
+
+
+def padded_collate(rollouts, advantages, rows, pad_id):
+    """The same rows with five more columns of padding."""
+    batch = batching.collate(rollouts, advantages, rows, pad_id)
+    wider = {
+        f.name: torch.nn.functional.pad(value, (0, 5))
+        for f in fields(batch)
+        if (value := getattr(batch, f.name)) is not None and value.dim() == 2
+    }
+    return replace(batch, **wider)
+
+
+def main(jobs: list[dict]) -> None:
+    """Run each job in turn in these processes; rank 0 writes weights and metrics."""
+    ranks = zero.start_ranks(1)
+    for job in jobs:
+        weights, moments, results = take_steps(job, ranks)
+        if ranks.is_main:
+            save_file(weights | moments, job["out"])
+            with open(job["out"] + ".json", "w") as file:
+                json.dump(results, file)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ LAYERS = [
     {"transport", "adapters"},
     {"admission"},
     {"server", "client", "runfolder", "models", "batching", "zero"},
+    {"mismatch", "journal"},
     {"engines", "feed", "step", "checkpoints", "warmstart"},
     {"learner", "sampler", "evaluate", "demo", "smollm2"},
     {"launch"},
@@ -96,4 +97,4 @@ def test_files_and_functions_stay_small(path):
 
 def test_the_whole_tree_stays_readable_in_an_afternoon():
     lines = [line for p in SOURCES for line in p.read_text().splitlines()]
-    assert sum(bool(line.strip()) for line in lines) <= 4800
+    assert sum(bool(line.strip()) for line in lines) <= 5600

@@ -9,9 +9,17 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from data import PromptOrder, build_prompts, is_test, load_problems, prompt_ids, worked_response
+from data import (
+    SYSTEM_PROMPT,
+    PromptOrder,
+    build_prompts,
+    is_test,
+    load_problems,
+    prompt_ids,
+    worked_response,
+)
 from splitgrpo.config import DataError
-from utils import check_answer, check_format
+from utils import check_answer, check_format, reward_function
 
 ROWS = [
     {"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"}
@@ -110,6 +118,14 @@ def test_other_column_names_are_taken_by_flag(tmp_path):
         load_problems(path, "train")
 
 
+def test_a_ground_truth_under_another_name_is_a_hard_error_naming_the_columns_found(tmp_path):
+    rows = [{"question": r["question"], "solution": r["answer"]} for r in ROWS]
+    path = write(tmp_path / "x.jsonl", rows)
+    with pytest.raises(DataError, match=r"no column 'answer' .*found \['question', 'solution'\]"):
+        load_problems(path, "train")
+    assert all(p.ground_truth for p in load_problems(path, "train", answer_column="solution"))
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -187,6 +203,17 @@ def test_a_model_that_uses_no_bos_gets_none():
     assert 0 not in prompt_ids("what is it", word_tokenizer(template=CHAT))
 
 
+def test_a_chat_prompt_is_a_flat_list_of_ids_and_no_dictionary():
+    tokenizer = word_tokenizer(template=CHAT)
+    tokenizer.add_tokens(["user", "what", "assistant"])
+    ids = prompt_ids("what is it", tokenizer)
+    assert all(type(i) is int for i in ids)
+    assert len(ids) > 10
+    chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "what is it"}]
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert ids == expected
+
+
 def test_a_think_tag_that_the_template_writes_is_scored_with_the_completion():
     problems = load_problems("arithmetic", "train")[:1]
     plain, _ = build_prompts(problems, word_tokenizer(template=CHAT), 500)
@@ -195,7 +222,9 @@ def test_a_think_tag_that_the_template_writes_is_scored_with_the_completion():
     )
     assert plain[0].response_prefix == ""
     assert filled[0].response_prefix == "<think>\n"
-    assert check_format(filled[0].response_prefix + "work</think><answer>4</answer>")
+    completion = "work</think><answer>4</answer>"
+    assert reward_function(filled[0].response_prefix + completion, "4")["format"] == 1.25
+    assert reward_function(completion, "4")["format"] == 0.0
 
 
 def test_a_long_prompt_is_dropped_whole_and_counted():

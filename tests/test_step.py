@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).with_name("step_script.py")
 OPTIONS = {"clip_eps": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
 
 
-def run_step(tmp_path, name="a", *, ranks=1, micro=16, accumulation=1, stage=2, **job):
-    """Start `ranks` real processes, return rank 0's tensors and metrics."""
+def make_job(folder, name="a", *, micro=16, accumulation=1, stage=2, **job):
+    """One job of step_script.py with its DeepSpeed settings."""
     zero = {"stage": stage, "overlap_comm": False}
     if job.pop("offload", False):
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -31,17 +31,21 @@ def run_step(tmp_path, name="a", *, ranks=1, micro=16, accumulation=1, stage=2, 
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}},
     }
-    path = tmp_path / f"{name}.ds.json"
+    path = folder / f"{name}.ds.json"
     path.write_text(json.dumps(config))
-    spec = {"ds_config": str(path), "out": str(tmp_path / name), "loss": "grpo", "steps": 2, "lr": 1e-2,
+    return {"ds_config": str(path), "out": str(folder / name), "loss": "grpo", "steps": 2, "lr": 1e-2, "micro": micro,
             "loss_options": OPTIONS, "nan_steps": []} | job  # fmt: skip
+
+
+def run_jobs(jobs, *, ranks=1):
+    """Start `ranks` real processes that run the jobs one after the other; {name: (rank 0's tensors, metrics)}."""
     port = str(free_port())
     # An environment without a compiler: nothing may be compiled, whatever the machine has.
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(spec)],
+            [sys.executable, str(SCRIPT), json.dumps(jobs)],
             env=env | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(ranks),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -49,12 +53,23 @@ def run_step(tmp_path, name="a", *, ranks=1, micro=16, accumulation=1, stage=2, 
         for r in range(ranks)
     ]  # fmt: skip
     try:
-        outputs = [p.communicate(timeout=120)[0] for p in processes]
+        outputs = [p.communicate(timeout=280)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
     assert all(p.returncode == 0 for p in processes), "\n".join(outputs)[-3000:]
-    return load_file(spec["out"]), json.loads(Path(spec["out"] + ".json").read_text())
+    return {
+        Path(job["out"]).name: (
+            load_file(job["out"]),
+            json.loads(Path(job["out"] + ".json").read_text()),
+        )
+        for job in jobs
+    }
+
+
+def run_step(folder, name="a", *, ranks=1, **job):
+    """One job by itself."""
+    return run_jobs([make_job(folder, name, **job)], ranks=ranks)[name]
 
 
 @pytest.fixture(scope="module")

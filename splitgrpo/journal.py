@@ -1,0 +1,200 @@
+"""A record of what the learner received, and training on it again without a sampler. No pickle, no torch.
+
+    RUN/journal/settings.json                 settings and groups_per_step of the run; ds_config.json beside it
+    RUN/journal/step_000012.safetensors       what arrived before step 13 was taken, in order: "0000/token_ids", … of each
+                                              group as the wire had them (wire.pack_group), headers in the metadata
+    RUN/journal/index.jsonl                   one line a file: name, bytes, sha256, group ids
+
+A file is written before its step is taken. Dropping stale groups is a function of their order alone, so the same files give
+the same steps.
+"""
+
+import collections
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.numpy
+from safetensors import SafetensorError, safe_open
+
+from splitgrpo.admission import ServerPlan
+from splitgrpo.config import JOURNAL, DataError, LearnerSettings, SettingsError
+from splitgrpo.files import fsync, sha256_file, write_json
+from splitgrpo.rollout import Group, RolloutError
+from splitgrpo.wire import GroupHeader, MessageError, build_group, seal
+
+INDEX = "index.jsonl"
+
+
+def file_name(step: int) -> str:
+    """Of the groups that arrived before the step after `step` was taken."""
+    return f"step_{step:06d}.safetensors"
+
+
+class Journal:
+    """Writes one file a step. A disk that is full ends it, said once: training is worth more than its record."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: LearnerSettings,
+        ds_config: dict[str, Any],
+        groups_per_step: int,
+        log: logging.Logger,
+    ) -> None:
+        """Write what a replay needs beside the groups. Raises OSError."""
+        self.folder, self.log = run_dir / JOURNAL, log
+        self.max_bytes = int(settings.journal_gb * 1e9)
+        self.failed = self.rotated = False
+        self._sizes: collections.deque[tuple[Path, int]] = collections.deque()
+        self.folder.mkdir(exist_ok=True)
+        model = Path(settings.model_path)
+        recorded = dataclasses.asdict(settings) | {"groups_per_step": groups_per_step}
+        recorded["model_path"] = str(model.absolute()) if model.is_dir() else settings.model_path
+        write_json(self.folder / "settings.json", recorded)
+        write_json(self.folder / "ds_config.json", ds_config)
+
+    def write(self, step: int, arrivals: list[tuple[GroupHeader, bytes]]) -> None:
+        """Write what arrived before the step after `step`, then remove the oldest files above the size."""
+        if self.failed:
+            return
+        try:
+            self._write(step, arrivals)
+        except OSError as error:
+            self.failed = True
+            self.log.warning("the journal ends before step %d: %s", step + 1, error)
+
+    def _write(self, step: int, arrivals: list[tuple[GroupHeader, bytes]]) -> None:
+        tensors: dict[str, Any] = {}
+        headers = []
+        for i, (header, blob) in enumerate(arrivals):
+            headers.append(msgspec.json.encode(header).decode())
+            tensors |= {f"{i:04d}/{k}": v for k, v in safetensors.numpy.load(blob).items()}
+        path = self.folder / file_name(step)
+        aside = path.with_name(f".{path.name}")
+        safetensors.numpy.save_file(tensors, aside, {"headers": json.dumps(headers)})
+        fsync(aside)
+        aside.replace(path)
+        line: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path),
+                "groups": [f"{h.sampler_id}:{h.seq}" for h, _ in arrivals]}  # fmt: skip
+        with (self.folder / INDEX).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        fsync(self.folder / INDEX)
+        self._sizes.append((path, line["bytes"]))
+        while sum(n for _, n in self._sizes) > self.max_bytes and len(self._sizes) > 1:
+            self._sizes.popleft()[0].unlink()
+            if not self.rotated:
+                self.rotated = True
+                self.log.warning(
+                    "the journal is above --journal_gb: its first steps are removed, --replay needs them"
+                )
+
+
+def read_index(folder: Path) -> dict[int, str]:
+    """{step: sha256} of the files in a journal, from step 0 without a gap. Raises SettingsError."""
+    try:
+        rows = [json.loads(line) for line in (folder / INDEX).read_text().splitlines()]
+        digests = {row["file"]: row["sha256"] for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"--replay: {folder / INDEX} cannot be read ({error})") from error
+    found: dict[int, str] = {}
+    while (name := file_name(len(found))) in digests and (folder / name).exists():
+        found[len(found)] = digests[name]
+    if not found:
+        raise SettingsError(
+            f"--replay: {folder} does not begin with {file_name(0)}: nothing was received, or its first steps were removed "
+            "(a run with a larger --journal_gb keeps them)"
+        )
+    return found
+
+
+def read_step(folder: Path, step: int, digest: str) -> list[tuple[GroupHeader, dict[str, Any]]]:
+    """The groups of one file as they were received. Raises DataError for a file that is not as it was written."""
+    path = folder / file_name(step)
+    try:
+        if sha256_file(path) != digest:
+            raise DataError(f"{path} is damaged: its sha256 is not the one in {INDEX}")
+        with safe_open(path, "numpy") as file:
+            headers = json.loads(file.metadata()["headers"])
+            arrays: list[dict[str, Any]] = [{} for _ in headers]
+            for key in file.keys():  # noqa: SIM118 - a file handle, no dict
+                number, _, name = key.partition("/")
+                arrays[int(number)][name] = file.get_tensor(key)
+        return [
+            (msgspec.json.decode(h, type=GroupHeader), a)
+            for h, a in zip(headers, arrays, strict=True)
+        ]
+    except (OSError, SafetensorError, KeyError, ValueError, msgspec.ValidationError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+class Replay:
+    """Hands out recorded groups as a GroupServer hands out received ones; there is nobody to talk to."""
+
+    def __init__(self, run_dir: str, key: bytes, plan: ServerPlan, temperature: float) -> None:
+        """Raises SettingsError for a journal that cannot be trained on with these settings."""
+        self.folder, self.key, self.plan = Path(run_dir) / JOURNAL, key, plan
+        self.temperature = temperature
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.invalid: collections.Counter[str] = collections.Counter()
+        self._index = read_index(self.folder)
+        self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
+        recorded = json.loads((self.folder / "settings.json").read_text())
+        if recorded["groups_per_step"] != plan.groups_per_step:
+            raise SettingsError(
+                f"--replay {run_dir}: it was recorded with {recorded['groups_per_step']} groups a step, now a step takes "
+                f"{plan.groups_per_step}: start as many ranks, with the same --group_size and ds_config"
+            )
+
+    def take(self, num_groups: int, version: int, timeout_s: float) -> list[tuple[Group, bytes]]:
+        """The groups of the next step, by the same rule as GroupServer.take. Raises DataError."""
+        for header, arrays in read_step(self.folder, version, self._index[version]):
+            try:
+                group = build_group(header, arrays)
+                self.plan.check_group(group)
+            except (MessageError, RolloutError) as error:
+                raise DataError(
+                    f"group {header.sampler_id}:{header.seq} of {self.folder}: {error}"
+                ) from error
+            if group.temperature != self.temperature:
+                raise DataError(
+                    f"recorded at temperature {group.temperature}, now --temperature {self.temperature}: give the same"
+                )
+            raw = seal(self.key, header, safetensors.numpy.save(arrays))
+            self._queue.append((group, raw))
+        oldest = version - self.plan.max_staleness
+        kept = [item for item in self._queue if item[0].policy_version >= oldest]
+        self.dropped["stale"] += len(self._queue) - len(kept)
+        if len(kept) < num_groups:
+            raise DataError(
+                f"{self.folder} holds {len(kept)} groups for step {version + 1}, {num_groups} are needed: it was "
+                "recorded with another --max_staleness"
+            )
+        self._queue = collections.deque(kept[num_groups:])
+        return kept[:num_groups]
+
+    def take_arrivals(self) -> list[tuple[GroupHeader, bytes]]:
+        """Nothing arrives."""
+        return []
+
+    def set_version(self, version: int, adapter_digest: str) -> None:
+        """Nobody to tell."""
+
+    def bump(self) -> None:
+        """Nobody watches."""
+
+    def idle_s(self) -> float:
+        """Never idle."""
+        return 0.0
+
+    def describe(self) -> str:
+        """For a log line while waiting, which never comes."""
+        return f"replaying {self.folder}"
+
+    def close(self, *, finished: bool, reason: str) -> None:
+        """Nothing to free."""
