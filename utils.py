@@ -96,7 +96,11 @@ DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = re.compile(
     rf"(?<![0-9])(?<![0-9][.,])(-?)({DIGITS})(?:\s*/\s*({DIGITS}))?(?![0-9]|[.,][0-9])"
 )
-FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}\{([^{}]+)\}|\s?([0-9])([0-9]))")
+# LaTeX's ways to write 1,080, and its degree sign; a comma is kept.
+THIN_SPACE = re.compile(
+    r"\{(,)\}|\\[!,;:]|[\u00a0\u2009\u202f](?=[0-9]{3})|\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+)
 EXPRESSION = re.compile(
     r"[0-9)]\s*(?:[-+*^×·÷]|\\times|\\cdot|\*\*)\s*[0-9(.]|[0-9][eE][-+]?[0-9]|\^|/\s*[0-9.,]+\s*/"
 )
@@ -111,8 +115,9 @@ def parse_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    text = unbox(text).rpartition("=")[2].replace("−", "-").replace("\\!", "")
-    text = FRACTION.sub(r"\1/\2", text)
+    text = re.sub("[−–—]", "-", unbox(text).rpartition("=")[2])  # every dash is a minus
+    text = THIN_SPACE.sub(r"\1", text)
+    text = FRACTION.sub(r"\1\3/\2\4", text)
     text = re.sub(r"\\?[$€£¥%]", "", text)
     if EXPRESSION.search(text):
         return None

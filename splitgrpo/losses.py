@@ -160,7 +160,7 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor) -> Ten
         return None
     gap = masked(ref_logprobs - logprobs, mask)
     bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.stack([bounded.exp() - bounded - 1.0, -gap.detach()])
+    return torch.stack([bounded.expm1() - bounded, -gap.detach()])
 
 
 def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:

@@ -136,7 +136,7 @@ def gap_metrics(gap: Tensor, mask: Tensor) -> dict[str, Tensor]:
         "gap_sum": size.sum(),
         "gap_max": torch.cat([size.flatten(), size.new_zeros(1)]).max(),
         "gap_k1_sum": -gap.sum(),
-        "gap_k3_sum": (bounded.exp() - bounded - 1.0).sum(),
+        "gap_k3_sum": (bounded.expm1() - bounded).sum(),
         "gap_tokens": mask.sum().float(),
     }
 

@@ -97,9 +97,14 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
         groups = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]
     if job.get("split") == "padded":
         step_module.collate = padded_collate
+    if job.get("all_cut"):
+        groups = [
+            replace(g, rollouts=tuple(replace(r, finished=False) for r in g.rollouts))
+            for g in groups
+        ]
     rewards = torch.tensor([r.reward for g in groups for r in g.rollouts])
     size = job.get("group_size", 4)
-    results = []
+    results, grads = [], {}
     for step in range(job["steps"]):
         advantages = group_advantages(rewards, size) if size > 1 else torch.ones(len(rewards))
         if step in job["nan_steps"] and (job.get("nan_rank") in (None, ranks.rank)):
@@ -107,9 +112,18 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
         plan.history.add(step, zero.lora_state(model))
         now = [replace(g, policy_version=max(0, step - job.get("staleness", 0))) for g in groups]
         results.append(step_module.optimizer_step(engine, now, advantages, plan, step))
+        if (
+            step == 0 and results[0]["applied"]
+        ):  # Adam's first moment is then a tenth of the gradient
+            first = zero.optimizer_state(engine)
+            grads = {
+                f"{k.removesuffix('|exp_avg')}|grad": 10 * v
+                for k, v in first.items()
+                if k.endswith("|exp_avg")
+            }
     step_module.plan_rows, step_module.collate = batching.plan_rows, batching.collate
     moments = zero.optimizer_state(engine) if any(r["applied"] for r in results) else {}
-    return zero.lora_state(model), moments, results
+    return zero.lora_state(model), moments | grads, results
 
 
 def padded_collate(rollouts, advantages, rows, pad_id):
@@ -135,6 +149,7 @@ def main(jobs: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    with open(sys.argv[1]) as given:
+        main(json.load(given))
     sys.stdout.flush()
     os._exit(0)

@@ -248,6 +248,138 @@ def test_sigterm_ends_the_learner_in_ten_seconds_with_its_state_saved_and_the_po
         again.close()
 
 
+TIMES = {"time_s", "step_s", "wait_s", "train_s", "tokens_per_s"}
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """What a run measured, without its clocks."""
+    rows = MetricsReader(run_dir / "metrics.jsonl").new_rows()
+    return [{k: v for k, v in r.items() if k not in TIMES} for r in rows]
+
+
+def final_adapter(run_dir: Path) -> bytes:
+    return (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def live_run(pair: Pair, ds_config: Path, *flags: str) -> Path:
+    """Both workers, six on-policy steps with a journal."""
+    given = ["--max_steps", "6", "--max_staleness", "0", "--learning_rate", "1e-3", *flags]
+    learner = pair.learner("--journal", "--ds_config", str(ds_config), *given)
+    sampler = pair.sampler(*given)
+    assert learner.wait(90) == 0, pair.text("learner")[-3000:]
+    assert sampler.wait(20) == 0
+    return pair.run_dir
+
+
+def replay(pair: Pair, name: str, *flags: str) -> tuple[int, Path, str]:
+    """Train on the journal of the pair's run; exit code, run folder, log."""
+    out = pair.run_dir.with_name(name)
+    command = [
+        sys.executable,
+        "training_worker.py",
+        "--replay",
+        str(pair.run_dir),
+        "--save_path",
+        str(out),
+        *flags,
+    ]
+    process = pair.start(name, command)
+    return process.wait(90), out, pair.text(name)
+
+
+def test_runs_repeat_and_a_journal_gives_the_same_weights_bit_for_bit_twice(pair, demo, tmp_path):
+    ds = tmp_path / "ds.json"
+    config = json.loads((demo[0] / "ds_config.json").read_text()) | {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+    }
+    ds.write_text(json.dumps(config))
+    first = live_run(pair, ds)
+    other = Pair(Path(pair.flags[1]), pair.run_dir.with_name("other"))
+    other.flags = pair.flags
+    try:
+        second = live_run(other, ds)
+    finally:
+        other.close()
+    assert metrics(first) == metrics(second)
+    assert final_adapter(first) == final_adapter(second)
+    ds.unlink()  # the journal has a copy of its own
+    for name in ("again", "oncemore"):
+        code, out, text = replay(pair, name)
+        assert code == 0, text[-3000:]
+        assert metrics(out) == metrics(first)
+        assert final_adapter(out) == final_adapter(first)
+    check_metrics_by_recomputation(pair, first)
+
+    code, out, _ = replay(pair, "otherloss", "--loss", "dapo", "--max_steps", "2")
+    assert code == 0
+    assert len(metrics(out)) == 2
+    assert final_adapter(out) != final_adapter(first)
+    code, _, text = replay(pair, "hot", "--temperature", "0.5")
+    assert code == 65
+    assert "recorded at temperature 1.0, now --temperature 0.5" in text
+    file = first / "journal" / "step_000003.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    code, _, text = replay(pair, "flipped")
+    assert code == 65
+    assert "step_000003.safetensors is damaged" in text
+    (first / "journal" / "step_000000.safetensors").unlink()
+    code, _, text = replay(pair, "cut")
+    assert code == 2
+    assert "does not begin with step_000000.safetensors" in text
+
+
+def check_metrics_by_recomputation(pair: Pair, run_dir: Path) -> None:
+    """The first step's metrics from its journal and the base model alone, by plain calls of transformers and torch."""
+    arrays = load_file(run_dir / "journal" / "step_000000.safetensors")
+    groups = sorted({k.partition("/")[0] for k in arrays})
+    model = AutoModelForCausalLM.from_pretrained(pair.flags[1], dtype=torch.float32).eval()
+    gaps, entropies, k1, k3, rewards, dead, lengths, cut = [], [], [], [], [], [], [], []
+    for g in groups:
+        part = {k.partition("/")[2]: v for k, v in arrays.items() if k.startswith(g)}
+        sizes = part["lengths"].tolist()
+        rewards.append(part["rewards"])
+        dead.append(bool((part["rewards"] == part["rewards"][0]).all()))
+        cut += (~part["finished"]).tolist()
+        streams = [
+            part[n].split(sizes)
+            for n in ("token_ids", "completion_mask", "old_logprobs", "ref_logprobs")
+        ]
+        for ids, mask, old, ref in zip(*streams, strict=True):
+            with torch.no_grad():  # the first adapter changes nothing: the policy is the base model
+                dist = model(input_ids=ids[None].long()).logits[0, :-1].double().log_softmax(-1)
+            lp = dist.gather(-1, ids[1:, None].long())[:, 0][mask[1:]]
+            gaps.append(lp - old[mask])
+            entropies.append(-(dist.exp() * dist).sum(-1)[mask[1:]])
+            gap = ref[mask] - lp
+            k1.append(-gap.mean())
+            k3.append((gap.exp() - gap - 1).mean())
+            lengths.append(int(mask.sum()))
+    row, reward = metrics(run_dir)[0], torch.cat(rewards)
+    assert row["reward"] == pytest.approx(reward.mean().item())
+    assert row["reward_std"] == pytest.approx(reward.std(correction=0).item())
+    assert row["zero_std_frac"] == sum(dead) / len(dead)
+    assert row["truncated_frac"] == sum(cut) / len(cut)
+    assert row["completion_tokens"] == sum(lengths)
+    assert row["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
+    assert row["kl"] == pytest.approx(torch.stack(k3).mean().item(), abs=1e-6)
+    assert row["kl_k1"] == pytest.approx(torch.stack(k1).mean().item(), abs=1e-6)
+    gap = torch.cat(gaps)
+    assert gap.abs().max() < 1e-4
+    assert row["mismatch_mean"] == pytest.approx(gap.abs().mean().item(), abs=1e-6)
+    assert row["mismatch_max"] == pytest.approx(gap.abs().max().item(), abs=2e-6)
+    assert row["mismatch_k1"] == pytest.approx(-gap.mean().item(), abs=1e-6)
+    assert row["mismatch_k3"] == pytest.approx(0.0, abs=1e-9)
+    assert row["ratio_mean"] == pytest.approx(gap.exp().mean().item(), abs=1e-6)
+    assert row["ratio_min"] == pytest.approx(gap.exp().min().item(), abs=2e-6)
+    assert row["ratio_max"] == pytest.approx(gap.exp().max().item(), abs=2e-6)
+    assert (row["clip_frac"], row["clip_frac_low"], row["clip_frac_high"]) == (0, 0, 0)
+    assert row["lr"] == 1e-3
+    assert row["grad_norm"] > 0
+
+
 def test_settings_that_differ_are_refused_naming_both_values_and_the_sampler_ends_with_2(pair):
     learner = pair.learner("--temperature", "0.9", "--wait_timeout_s", "20")
     sampler = pair.sampler("--temperature", "0.7")

@@ -231,7 +231,9 @@ def test_the_flag_overrides_the_learning_rate_of_the_file(ds):
         ({"bf16": True}, "bf16 must be an object"),
         ({"gradient_clipping": -1}, "gradient_clipping must be a number of at least 0"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping must be a number of at least 0"),
-        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage must be 1, 2 or 3, found 0"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0 to 3, found 4"),
+        ({"zero_optimization": {"stage": 0}}, "bf16 needs zero_optimization.stage 1 to 3"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow is false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16 loses LoRA gradients"),
     ],
 )  # fmt: skip

@@ -319,3 +319,19 @@ def test_a_reward_function_that_always_raises_ends_the_run():
 
     with pytest.raises(SettingsError, match="the 10th time in a row"):
         scorer(function).score_group(["x"] * 20, "5")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        (r"1{,}080", "1080"), (r"1\,080", "1080"), ("1\u202f080", "1080"), ("–7", "-7"), ("—7", "-7"),
+        (r"18^\circ", "18"), (r"18^{\circ}", "18"), ("18°", "18"), (r"\frac12", "1/2"), (r"\frac{36}{2}", "18"),
+    ],
+)  # fmt: skip
+def test_a_number_written_in_latex_or_with_another_dash_is_read_whole(answer, gold):
+    assert check_answer(tagged(answer), gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), [(r"1{,}080", "80"), ("–7", "7"), ("10–7", "7")])
+def test_a_part_of_a_number_is_not_paid(answer, gold):
+    assert not check_answer(tagged(answer), gold)
