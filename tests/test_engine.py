@@ -4,11 +4,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import END, VOCAB, TinyTokenizer, tiny_model
-from transformers import Qwen2ForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from splitgrpo.engines.base import Sampling
 from splitgrpo.engines.hf import HFEngine, draw, end_token_ids
-from splitgrpo.logprobs import PolicyModule, filter_logits, token_logprobs
+from splitgrpo.logprobs import (
+    PolicyModule,
+    filter_logits,
+    token_entropy,
+    token_logprobs,
+    use_float32_output,
+)
+from splitgrpo.mismatch import MismatchAlarm
 from splitgrpo.models import add_lora, load_base
 
 PROMPTS = [np.array(p, dtype=np.int32) for p in ([2, 5, 9], [2, 7, 8, 30, 41, 6, 11], [4, 4])]
@@ -200,3 +208,109 @@ def test_changing_a_prompt_token_moves_no_logprob_position_and_masked_rows_give_
     out = policy(ids, torch.ones_like(ids), torch.zeros(2, 8, dtype=torch.bool))
     assert out.shape == (2, 8)
     assert not out.any()
+
+
+def rows_of(prompts, groups):
+    """Right-padded ids, attention, mask and the sampler's log-probs of all completions."""
+    rows = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
+    longest = max(len(p) + len(c.token_ids) for p, c in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    attention, mask = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    old = torch.zeros(len(rows), longest)
+    for i, (p, c) in enumerate(rows):
+        n = len(p) + len(c.token_ids)
+        ids[i, :n] = torch.from_numpy(np.concatenate([p, c.token_ids]))
+        attention[i, :n], mask[i, len(p) : n] = 1, True
+        old[i, len(p) : n] = torch.from_numpy(c.logprobs)
+    return ids, attention, mask, old
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+@pytest.mark.parametrize("kind", ["dropout", "several ends", "pad is end", "llama with bos"])
+@torch.no_grad()
+def test_the_agreement_holds_for_every_kind_of_model(kind, temperature, top_k, top_p):
+    """In train mode, as DeepSpeed leaves the learner's module; prompts of one length and of several."""
+    if kind == "llama with bos":
+        config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                             num_attention_heads=4, initializer_range=0.15, bos_token_id=2, eos_token_id=END)  # fmt: skip
+        torch.manual_seed(5)
+        model = LlamaForCausalLM(config).eval()
+        use_float32_output(model)
+    else:
+        model = tiny_model(0, **({"attention_dropout": 0.3} if kind == "dropout" else {}))
+    if kind == "several ends":
+        model.generation_config.eos_token_id = [END, 17, 23]
+    if kind == "pad is end":
+        model.config.pad_token_id = model.generation_config.pad_token_id = END
+    lora = LoraConfig(
+        r=4, target_modules="all-linear", lora_dropout=0.3 if kind == "dropout" else 0.0
+    )
+    peft = get_peft_model(model, lora)
+    torch.manual_seed(3)
+    for name, p in peft.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(std=0.2)
+    sampling = Sampling(temperature, top_k, top_p, max_new_tokens=9)
+    for prompts in (PROMPTS, PROMPTS[:1] * 3):
+        groups = generate(HFEngine(peft, TinyTokenizer()), prompts, 3, sampling)
+        ids, attention, mask, old = rows_of(prompts, groups)
+        policy = PolicyModule(peft, temperature, top_k, top_p).train()
+        new = policy(ids, attention, mask)
+        assert (new - old)[mask].abs().max() < 1e-4
+        assert ((new - old)[mask].exp() - 1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+def test_logprobs_and_entropy_in_chunks_equal_the_plain_ones_in_value_and_gradient(
+    chunk, temperature, top_k, top_p
+):
+    engine = engine_with_lora()
+    groups = generate(engine, PROMPTS, 2, Sampling(temperature, top_k, top_p, 8))
+    ids, attention, mask, _ = rows_of(PROMPTS, groups)
+    model = engine.model.requires_grad_(True)
+    weights = torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(1))
+
+    def plain():
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1]
+        dist = filter_logits(logits / temperature, top_k, top_p).log_softmax(-1)
+        taken = dist.gather(-1, ids[:, 1:, None])[..., 0]
+        finite = dist.masked_fill(dist == float("-inf"), 0.0)
+        out = torch.stack([taken, -(dist.exp() * finite).sum(-1)])
+        return torch.nn.functional.pad(out, (1, 0)).masked_fill(~mask, 0.0)
+
+    def gradient(out):
+        model.zero_grad()
+        (out * weights).sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    policy = PolicyModule(model, temperature, top_k, top_p, entropy_grad=True, chunk_tokens=chunk)
+    expected, got = plain(), policy(ids, attention, mask, with_entropy=True)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient(got), gradient(expected), atol=2e-4, rtol=2e-4)
+
+
+def test_the_entropy_is_a_number_and_not_in_the_gradient_unless_asked_for():
+    policy = PolicyModule(tiny_model(), 1.0, 0, 1.0)
+    ids = torch.randint(3, VOCAB, (2, 8))
+    out = policy(
+        ids, torch.ones_like(ids), torch.arange(8)[None].repeat(2, 1) > 3, with_entropy=True
+    )
+    out[1].sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
+    assert token_entropy(torch.zeros(1, 8), 1.0, 0, 1.0).item() == pytest.approx(np.log(8))
+    assert token_entropy(torch.zeros(1, 8), 1.0, 0, 0.5).item() == pytest.approx(np.log(4))
+
+
+def test_a_jump_of_the_mismatch_is_said_at_once_with_its_cause_and_then_now_and_again():
+    alarm = MismatchAlarm(0.1, filtered=False)
+    high = {"mismatch_mean": 0.5, "mismatch_max": 2.0}
+    assert alarm.note({"mismatch_mean": 0.05, "mismatch_max": 0.4}) is None
+    said = [alarm.note(high) for _ in range(41)]
+    assert [i for i, text in enumerate(said) if text] == [0, 20, 40]
+    assert "by 0.5 nats in the mean, 2 at most" in said[0]
+    assert "another precision" in said[0]
+    assert "--top_k" not in said[0]
+    assert alarm.note({"mismatch_mean": 0.05, "mismatch_max": 0.4}) is None
+    assert alarm.note(high | {"mismatch_mean": float("nan")}) is not None
+    assert "--top_k" in MismatchAlarm(0.1, filtered=True).note(high)
