@@ -142,7 +142,11 @@ def train(
     """
     for_learner = route(flags, LearnerSettings, [f"--save_path={run_dir.absolute()}"])
     for_sampler = route(flags, SamplerSettings, [f"--lora_path={run_dir.absolute()}"])
-    max_steps = parse_known(flags, LearnerSettings)[0].max_steps
+    given = parse_known(flags, LearnerSettings)[0]
+    if given.replay:
+        raise SettingsError(
+            "--replay needs no sampler: run.sh learner --replay FOLDER --save_path OTHER"
+        )
     check_save_path(run_dir)
     sampler = [sys.executable, str(ROOT / "sampling_worker.py"), *for_sampler]
     started = commands or {"learner": learner_command(ranks, for_learner), "sampler": sampler}
@@ -151,7 +155,7 @@ def train(
         for name, command in started.items():
             workers.append(Worker.start(name, command, run_dir / f"{name}.log"))
         log.info("learner and sampler started, logs and results in %s", run_dir)
-        return supervise(workers, run_dir, max_steps, check_stop)
+        return supervise(workers, run_dir, given.max_steps, check_stop)
     finally:
         end_all(workers, END_S)
         plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")

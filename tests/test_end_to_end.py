@@ -378,6 +378,10 @@ def check_metrics_by_recomputation(pair: Pair, run_dir: Path) -> None:
     assert (row["clip_frac"], row["clip_frac_low"], row["clip_frac_high"]) == (0, 0, 0)
     assert row["lr"] == 1e-3
     assert row["grad_norm"] > 0
+    glossary = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("## When")[0]
+    for name in row:
+        short = name.removeprefix("mismatch")
+        assert name in glossary or short in glossary or name.startswith("reward/"), name
 
 
 def test_settings_that_differ_are_refused_naming_both_values_and_the_sampler_ends_with_2(pair):

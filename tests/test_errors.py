@@ -14,7 +14,7 @@ from conftest import tiny_model
 import sampling_worker
 import training_worker
 from splitgrpo import demo, evaluate
-from splitgrpo.cli import parse_settings
+from splitgrpo.cli import parse_settings, warn_of
 from splitgrpo.config import (
     KL_COEF_DEFAULT,
     LearnerSettings,
@@ -317,3 +317,54 @@ def test_a_model_whose_logits_are_capped_is_refused(tmp_path):
     config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match="final_logit_softcapping=30"):
         check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--loss", "gspo", "--clip_eps", "0.2"], "never reached and nothing is clipped"),
+        (["--loss", "gspo", "--aggregation", "token"], "long completions would weigh more"),
+        (["--loss", "dr_grpo", "--advantage", "group"], "very easy and very hard prompts"),
+        (["--loss", "dr_grpo", "--aggregation", "sequence"], "long wrong completions"),
+        (["--loss", "reinforce"], "no ratio corrects"),
+        (["--max_staleness", "5"], "try --mismatch_correction truncate"),
+    ],
+)
+def test_a_combination_that_the_papers_warn_against_is_said_with_the_reason(flags, reason):
+    (warning,) = warn_of(parse_settings(LearnerSettings, flags))
+    assert reason in warning
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_loss_is_warned_of_with_its_own_defaults(loss):
+    settings = parse_settings(LearnerSettings, ["--loss", loss, "--max_staleness", "0"])
+    assert warn_of(settings) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "flag"),
+    [
+        ("sapo", "clip_eps"),
+        ("sapo", "dual_clip"),
+        ("reinforce", "clip_eps_high"),
+        ("cispo", "dual_clip"),
+    ],
+)
+def test_a_flag_that_a_loss_has_no_use_for_is_refused(loss, flag):
+    with pytest.raises(SettingsError, match=f"--{flag} has no effect with --loss {loss}"):
+        parse_settings(LearnerSettings, ["--loss", loss, f"--{flag}", "2"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("dual_clip", "1"), ("mismatch_cap", "0.5"), ("journal_gb", "0"), ("entropy_coef", "-1"), ("entropy_coef", "nan"),
+     ("soft_overlong_tokens", "257"), ("soft_overlong_tokens", "-1"), ("mismatch_warn", "0")],
+)  # fmt: skip
+def test_options_of_the_losses_that_cannot_work_are_refused(flag, value):
+    with pytest.raises(SettingsError, match=f"--{flag} "):
+        parse_settings(LearnerSettings, [f"--{flag}", value])
+
+
+def test_a_run_without_a_journal_cannot_be_replayed(tmp_path):
+    with pytest.raises(SettingsError, match="only a run started with --journal"):
+        parse_settings(LearnerSettings, ["--replay", str(tmp_path)])

@@ -63,6 +63,11 @@ def test_a_run_folder_that_cannot_serve_is_refused_before_anything_starts(tmp_pa
         train([], run_dir=tmp_path)
 
 
+def test_a_replay_is_no_job_for_two_workers(tmp_path):
+    with pytest.raises(SettingsError, match="needs no sampler"):
+        train(["--replay", str(tmp_path)], run_dir=tmp_path / "run")
+
+
 def test_a_finished_run_is_done_json_and_two_zeros(tmp_path):
     write = f"open({str(tmp_path / 'done.json')!r}, 'w').write('{{}}')"
     assert train([], run_dir=tmp_path, commands=commands(write, "pass")) == 0
