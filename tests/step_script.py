@@ -86,6 +86,11 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
     ds = zero.read_ds_config(job["ds_config"], job["lr"])
     base = tiny_model().requires_grad_(False)
     model = models.add_lora(base.to(models.DTYPES[ds.dtype_name]), rank=4, alpha=8, seed=0)
+    if job.get("trained"):  # an adapter that was loaded, before DeepSpeed makes its masters
+        torch.manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.1)
     policy = PolicyModule(model, 1.0, 0, 1.0, entropy_grad=job.get("entropy_coef", 0.0) > 0)
     engine = zero.start_engine(policy, ds)
     plan = make_plan(job, ranks, model, ds)

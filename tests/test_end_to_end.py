@@ -206,6 +206,22 @@ def test_gspo_is_one_flag(pair):
     assert not any("kl" in r for r in rows)
 
 
+def test_every_option_of_a_loss_works_in_a_real_run_and_a_mismatch_is_said_aloud(pair):
+    flags = ["--loss", "dapo", "--max_steps", "3"]
+    options = ["--mask_truncated", "--soft_overlong_tokens", "4", "--entropy_coef", "0.01", "--dual_clip", "3",
+               "--advantage", "rloo", "--mismatch_correction", "truncate", "--mismatch_level", "sequence",
+               "--mismatch_warn", "1e-12", "--learning_rate", "1e-3"]  # fmt: skip
+    learner, sampler = pair.learner(*flags, *options), pair.sampler(*flags)
+    assert learner.wait(90) == 0, pair.text("learner")[-3000:]
+    assert sampler.wait(20) == 0
+    rows = metrics(pair.run_dir)
+    assert (
+        max(r["staleness_max"] for r in rows) == 1
+    )  # so that an older version's log-probs were taken
+    assert all(r["mismatch_weight"] == pytest.approx(1.0, abs=0.2) for r in rows)
+    assert "sampler and learner differ at the same weights" in pair.text("learner")
+
+
 def test_a_killed_sampler_is_noticed_by_the_learner_which_saves_and_ends_with_75(pair):
     flags = ["--max_steps", "5000", "--wait_timeout_s", "12"]
     learner, sampler = pair.learner(*flags), pair.sampler(*flags)
