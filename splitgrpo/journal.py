@@ -63,7 +63,7 @@ class Journal:
             return
         try:
             self._write(step, arrivals)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # its own errors hide those of the disk
             self.failed = True
             self.log.warning("the journal ends before step %d: %s", step + 1, error)
 

@@ -1,0 +1,90 @@
+"""The journal gives back what was received, refuses what is damaged, and stays within its size."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+
+from splitgrpo.cli import parse_settings, recorded_settings
+from splitgrpo.config import DataError, LearnerSettings, SettingsError
+from splitgrpo.journal import Journal, read_index, read_step
+from splitgrpo.wire import build_group, pack_group
+
+LOG = logging.getLogger("test")
+
+
+def journal(folder, *flags):
+    settings = parse_settings(LearnerSettings, ["--journal", "--model_path", "a/b", *flags])
+    return Journal(folder, settings, {"some": "config"}, 2, LOG)
+
+
+def test_groups_come_back_as_received_and_in_order(tmp_path, make_group):
+    groups = [make_group(seq=i, seed=i, with_ref=i > 1) for i in range(3)]
+    one = journal(tmp_path)
+    one.write(0, [pack_group(g, "session", "digest") for g in groups[:2]])
+    one.write(1, [])
+    one.write(2, [pack_group(groups[2], "session", "digest")])
+    index = read_index(tmp_path / "journal")
+    assert list(index) == [0, 1, 2]
+    found = [pair for step in index for pair in read_step(tmp_path / "journal", step, index[step])]
+    assert len(found) == 3
+    for (header, arrays), group in zip(found, groups, strict=True):
+        again = build_group(header, arrays)
+        assert (again.group_id, again.policy_version) == (group.group_id, group.policy_version)
+        for a, b in zip(again.rollouts, group.rollouts, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            np.testing.assert_array_equal(a.old_logprobs, b.old_logprobs)
+            assert (a.ref_logprobs is None) == (b.ref_logprobs is None)
+            assert (a.reward, a.reward_parts, a.finished) == (b.reward, b.reward_parts, b.finished)
+
+
+def test_above_its_size_the_oldest_steps_go_and_a_replay_says_so(tmp_path, make_group, caplog):
+    one = journal(tmp_path, "--journal_gb", "5e-6")
+    for step in range(6):
+        one.write(step, [pack_group(make_group(seq=step), "session", "digest")])
+    left = sorted(p.name for p in (tmp_path / "journal").glob("step_*"))
+    assert 0 < len(left) < 6
+    assert left[-1] == "step_000005.safetensors"
+    assert sum(p.stat().st_size for p in (tmp_path / "journal").glob("step_*")) <= 5000
+    assert caplog.text.count("above --journal_gb") == 1
+    with pytest.raises(SettingsError, match="does not begin with step_000000"):
+        read_index(tmp_path / "journal")
+
+
+def test_a_disk_that_fails_ends_the_journal_and_not_the_run(tmp_path, make_group, caplog):
+    one = journal(tmp_path)
+    shutil.rmtree(tmp_path / "journal")
+    for step in range(3):
+        one.write(step, [pack_group(make_group(seq=step), "session", "digest")])
+    assert caplog.text.count("the journal ends before step 1") == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_step_is_named(tmp_path, make_group, damage):
+    journal(tmp_path).write(0, [pack_group(make_group(), "session", "digest")])
+    folder = tmp_path / "journal"
+    path, index = folder / "step_000000.safetensors", read_index(folder)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    {"truncate": lambda: path.write_bytes(data[:-9]), "flip": lambda: path.write_bytes(data),
+     "remove": path.unlink}[damage]()  # fmt: skip
+    with pytest.raises(DataError, match="step_000000"):
+        read_step(folder, 0, index[0])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"file": 1}'])
+def test_a_damaged_index_is_an_error(tmp_path, text):
+    (tmp_path / "index.jsonl").write_text(text)
+    with pytest.raises(SettingsError, match="--replay"):
+        read_index(tmp_path)
+
+
+def test_a_replay_takes_the_recorded_settings_but_for_where_the_run_wrote(tmp_path):
+    journal(tmp_path, "--loss", "dapo", "--save_path", "x", "--port", "1234")
+    again = parse_settings(LearnerSettings, ["--replay", str(tmp_path), "--learning_rate", "0.5"])
+    assert (again.loss, again.learning_rate, again.journal) == ("dapo", 0.5, False)
+    assert (again.save_path, again.port) == ("./checkpoints", 5555)
+    assert json.loads((tmp_path / "journal" / "ds_config.json").read_text()) == {"some": "config"}
+    assert recorded_settings(str(tmp_path))["ds_config"].endswith("journal/ds_config.json")
