@@ -111,6 +111,18 @@ def read_index(folder: Path) -> dict[int, str]:
     return found
 
 
+def count_steps(run_dir: str, groups_per_step: int) -> int:
+    """Steps that a run's journal can be trained on for. Raises SettingsError, also where a step now takes other groups."""
+    folder = Path(run_dir) / JOURNAL
+    recorded = json.loads((folder / "settings.json").read_text())["groups_per_step"]
+    if recorded != groups_per_step:
+        raise SettingsError(
+            f"--replay {run_dir}: it was recorded with {recorded} groups a step, now a step takes {groups_per_step}: start "
+            "as many ranks, with the same --group_size, or give a --ds_config whose micro-batch and accumulation make up for it"
+        )
+    return len(read_index(folder))
+
+
 def read_step(folder: Path, step: int, digest: str) -> list[tuple[GroupHeader, dict[str, Any]]]:
     """The groups of one file as they were received. Raises DataError for a file that is not as it was written."""
     path = folder / file_name(step)
@@ -137,19 +149,13 @@ class Replay:
     """Hands out recorded groups as a GroupServer hands out received ones; there is nobody to talk to."""
 
     def __init__(self, run_dir: str, key: bytes, plan: ServerPlan, temperature: float) -> None:
-        """Raises SettingsError for a journal that cannot be trained on with these settings."""
+        """Raises SettingsError for a journal that cannot be read."""
         self.folder, self.key, self.plan = Path(run_dir) / JOURNAL, key, plan
         self.temperature = temperature
         self.dropped: collections.Counter[str] = collections.Counter()
         self.invalid: collections.Counter[str] = collections.Counter()
         self._index = read_index(self.folder)
         self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
-        recorded = json.loads((self.folder / "settings.json").read_text())
-        if recorded["groups_per_step"] != plan.groups_per_step:
-            raise SettingsError(
-                f"--replay {run_dir}: it was recorded with {recorded['groups_per_step']} groups a step, now a step takes "
-                f"{plan.groups_per_step}: start as many ranks, with the same --group_size and ds_config"
-            )
 
     def take(self, num_groups: int, version: int, timeout_s: float) -> list[tuple[Group, bytes]]:
         """The groups of the next step, by the same rule as GroupServer.take. Raises DataError."""

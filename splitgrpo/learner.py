@@ -16,7 +16,6 @@ from splitgrpo.admission import ServerPlan
 from splitgrpo.checkpoints import save_checkpoint
 from splitgrpo.cli import warn_of
 from splitgrpo.config import (
-    JOURNAL,
     LearnerSettings,
     agreed_settings,
     default_threads,
@@ -24,7 +23,7 @@ from splitgrpo.config import (
     loss_options,
 )
 from splitgrpo.feed import Feed
-from splitgrpo.journal import Journal, Replay, read_index
+from splitgrpo.journal import Journal, Replay, count_steps
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.losses import soft_overlong_penalty
 from splitgrpo.mismatch import WARN_ABOVE, Correction, MismatchAlarm, PolicyHistory
@@ -60,7 +59,7 @@ class Learner:
         models.check_model_path(settings.model_path)
         self.max_steps = settings.max_steps
         if settings.replay:
-            recorded = len(read_index(Path(settings.replay) / JOURNAL))
+            recorded = count_steps(settings.replay, self.groups_per_step)
             self.max_steps = min(self.max_steps, recorded)
         self.run_dir, self.key, self.run_id = Path(settings.save_path), b"", ""
         if int(os.environ.get("RANK", "0")) == 0:

@@ -9,7 +9,7 @@ import pytest
 
 from splitgrpo.cli import parse_settings, recorded_settings
 from splitgrpo.config import DataError, LearnerSettings, SettingsError
-from splitgrpo.journal import Journal, read_index, read_step
+from splitgrpo.journal import Journal, count_steps, read_index, read_step
 from splitgrpo.wire import build_group, pack_group
 
 LOG = logging.getLogger("test")
@@ -88,3 +88,10 @@ def test_a_replay_takes_the_recorded_settings_but_for_where_the_run_wrote(tmp_pa
     assert (again.save_path, again.port) == ("./checkpoints", 5555)
     assert json.loads((tmp_path / "journal" / "ds_config.json").read_text()) == {"some": "config"}
     assert recorded_settings(str(tmp_path))["ds_config"].endswith("journal/ds_config.json")
+
+
+def test_steps_of_another_size_than_recorded_are_refused(tmp_path, make_group):
+    journal(tmp_path).write(0, [pack_group(make_group(), "session", "digest")])
+    assert count_steps(str(tmp_path), 2) == 1
+    with pytest.raises(SettingsError, match="recorded with 2 groups a step, now a step takes 4"):
+        count_steps(str(tmp_path), 4)
