@@ -118,7 +118,7 @@ def count_steps(run_dir: str, groups_per_step: int) -> int:
     if recorded != groups_per_step:
         raise SettingsError(
             f"--replay {run_dir}: it was recorded with {recorded} groups a step, now a step takes {groups_per_step}: start "
-            "as many ranks, with the same --group_size, or give a --ds_config whose micro-batch and accumulation make up for it"
+            "as many ranks, with the same --group_size, or a --ds_config whose micro-batch and accumulation make up for it"
         )
     return len(read_index(folder))
 
