@@ -159,8 +159,13 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor) -> Ten
     if ref_logprobs is None:
         return None
     gap = masked(ref_logprobs - logprobs, mask)
+    return torch.stack([k3(gap), -gap.detach()])
+
+
+def k3(gap: Tensor) -> Tensor:
+    """exp(gap) - gap - 1, never negative; the gap is bounded first, or exp() would overflow into NaN gradients."""
     bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.stack([bounded.expm1() - bounded, -gap.detach()])
+    return bounded.expm1() - bounded
 
 
 def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:

@@ -81,11 +81,6 @@ class Group:
         """(G,) float64, raw."""
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
-    @property
-    def dead(self) -> bool:
-        """True when all rewards are equal, so that the group carries no gradient."""
-        return bool((self.rewards == self.rewards[0]).all())
-
 
 def check_rollout(r: Rollout, *, vocab_size: int, max_len: int, want_ref: bool) -> None:
     """Check every length, dtype and range of one rollout before it is used.

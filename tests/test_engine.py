@@ -36,6 +36,21 @@ def generate(engine, prompts, num, sampling, seed=0):
     return engine.generate(prompts, num, sampling, seed=seed, on_token=lambda: None)
 
 
+def rows_of(prompts, groups, more_padding=0):
+    """Right-padded ids, attention, mask and the sampler's log-probs of all completions."""
+    rows = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
+    longest = more_padding + max(len(p) + len(c.token_ids) for p, c in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    attention, mask = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    old = torch.zeros(len(rows), longest)
+    for i, (p, c) in enumerate(rows):
+        n = len(p) + len(c.token_ids)
+        ids[i, :n] = torch.from_numpy(np.concatenate([p, c.token_ids]))
+        attention[i, :n], mask[i, len(p) : n] = 1, True
+        old[i, len(p) : n] = torch.from_numpy(c.logprobs)
+    return ids, attention, mask, old
+
+
 def reference_logprobs(model, prompt, token_ids, temperature, top_k, top_p) -> np.ndarray:
     """One token at a time, no cache, no padding, NumPy float64 after the logits."""
     out = []
@@ -80,20 +95,7 @@ def test_logprobs_kept_while_drawing_are_those_of_the_sampling_distribution(
 def test_learner_and_sampler_agree_on_every_token_whatever_the_padding(temperature, top_k, top_p):
     engine = engine_with_lora()
     sampling = Sampling(temperature, top_k, top_p, max_new_tokens=9)
-    rows = [
-        (p, c)
-        for p, group in zip(PROMPTS, generate(engine, PROMPTS, 2, sampling), strict=True)
-        for c in group
-    ]
-    longest = max(len(p) + len(c.token_ids) for p, c in rows) + 3
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    attention, mask = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-    old = torch.zeros(len(rows), longest)
-    for i, (p, c) in enumerate(rows):
-        n = len(p) + len(c.token_ids)
-        ids[i, :n] = torch.from_numpy(np.concatenate([p, c.token_ids]))
-        attention[i, :n], mask[i, len(p) : n] = 1, True
-        old[i, len(p) : n] = torch.from_numpy(c.logprobs)
+    ids, attention, mask, old = rows_of(PROMPTS, generate(engine, PROMPTS, 2, sampling), 3)
     new = PolicyModule(engine.model, temperature, top_k, top_p)(ids, attention, mask)
     assert (new - old).abs().max() < 1e-4
     assert not new[~mask].any()
@@ -208,21 +210,6 @@ def test_changing_a_prompt_token_moves_no_logprob_position_and_masked_rows_give_
     out = policy(ids, torch.ones_like(ids), torch.zeros(2, 8, dtype=torch.bool))
     assert out.shape == (2, 8)
     assert not out.any()
-
-
-def rows_of(prompts, groups):
-    """Right-padded ids, attention, mask and the sampler's log-probs of all completions."""
-    rows = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
-    longest = max(len(p) + len(c.token_ids) for p, c in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    attention, mask = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-    old = torch.zeros(len(rows), longest)
-    for i, (p, c) in enumerate(rows):
-        n = len(p) + len(c.token_ids)
-        ids[i, :n] = torch.from_numpy(np.concatenate([p, c.token_ids]))
-        attention[i, :n], mask[i, len(p) : n] = 1, True
-        old[i, len(p) : n] = torch.from_numpy(c.logprobs)
-    return ids, attention, mask, old
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
