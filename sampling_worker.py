@@ -6,6 +6,11 @@ python sampling_worker.py --model_path M --lora_path ./checkpoints --batch_size 
 import logging
 import sys
 
+from splitgrpo.process import begin_process
+
+if __name__ == "__main__":
+    begin_process()
+
 from data import PromptOrder, build_prompts, load_problems
 from splitgrpo.cli import parse_settings
 from splitgrpo.client import RunFinished
@@ -32,7 +37,14 @@ def sample(settings: SamplerSettings, stop: StopFlag) -> None:
             f"every prompt is longer than --max_prompt_tokens {settings.max_prompt_tokens}"
         )
     order = PromptOrder(len(prompts), settings.seed, settings.sampler_id)
-    scorer = Scorer(reward_function, check_answer, log)
+
+    def on_wait() -> None:
+        stop.raise_if_set()
+        sampler.client.bump("scoring")
+
+    scorer = Scorer(
+        reward_function, check_answer, log, timeout_s=settings.reward_timeout_s, on_wait=on_wait
+    )
     try:
         while True:
             num_groups = sampler.wait_credit()
@@ -44,11 +56,19 @@ def sample(settings: SamplerSettings, stop: StopFlag) -> None:
                 responses = sampler.responses(completions, prompt.response_prefix)
                 scores = scorer.score_group(responses, prompt.ground_truth)
                 draw = (seq, prompt.prompt_index, epoch)
-                if not sampler.send(draw, prompt.token_ids, completions, scores):
+                if scores is None:
+                    goes_on = sampler.drop(seq, "reward")
+                elif sampler.is_to_be_replaced(scores):
+                    goes_on = sampler.drop(seq, "filtered")
+                else:
+                    goes_on = sampler.send(draw, prompt.token_ids, completions, scores)
+                if not goes_on:  # the learner went back: this round is of weights that it has not
+                    sampler.client.discard(first + num_groups - 1 - seq)
                     break
     except RunFinished:
         log.info("the run is finished")
     finally:
+        scorer.close()
         sampler.client.close("ended")
 
 

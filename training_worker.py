@@ -8,6 +8,11 @@ import logging
 import os
 import sys
 
+from splitgrpo.process import begin_process
+
+if __name__ == "__main__":
+    begin_process()
+
 from splitgrpo.cli import parse_settings
 from splitgrpo.config import LearnerSettings, PeerTimeout, effective_advantage
 from splitgrpo.learner import Learner
@@ -23,6 +28,7 @@ def train(settings: LearnerSettings, stop: StopFlag) -> None:
     loss_fn = LOSSES[settings.loss]  # or name it here: loss_fn = gspo_loss
     with Learner(settings, stop, log) as learner:
         try:
+            learner.save()
             learner.publish()
             while learner.step < learner.max_steps:
                 groups = learner.next_groups()

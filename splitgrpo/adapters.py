@@ -8,6 +8,7 @@ scaling. Whatever fails, the model keeps the adapter it had. PEFT itself only wa
 """
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -20,10 +21,9 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from splitgrpo.files import sha256_file, write_folder, write_json
+from splitgrpo.files import save_tensors, sha256_file, write_folder, write_json
 
 POINTER, MANIFEST = "latest.json", "manifest.json"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -95,7 +95,7 @@ def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Writes adapters of one run; only rank 0 has one."""
+    """Writes adapters of one run; only rank 0 has one. It never removes the versions in `needed`."""
 
     run_dir: Path
     run_id: str
@@ -105,9 +105,13 @@ class Publisher:
     base_dtype: str
     config: LoraConfig
     keep: int
+    needed: frozenset[int] = frozenset()
 
     def publish(self, version: int, tensors: dict[str, Tensor], *, done: bool = False) -> Pointer:
-        """Write one version and point at it. `tensors` are float32 on the CPU. Raises OSError."""
+        """Write one version and point at it. `tensors` are float32 on the CPU.
+
+        Raises OSError; readers then find the version before, or this one whole, and the same call may be tried again.
+        """
         name = f"v{version:06d}.L{self.lineage}"
         folder = self.run_dir / "adapters" / name
         if not folder.exists():
@@ -127,7 +131,7 @@ class Publisher:
 
     def fill(self, folder: Path, version: int, tensors: dict[str, Tensor]) -> None:
         """Write the PEFT files and the manifest into an empty folder."""
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
         self.config.save_pretrained(str(folder))
         files = {
             n: ((folder / n).stat().st_size, sha256_file(folder / n)) for n in (WEIGHTS, CONFIG)
@@ -148,10 +152,10 @@ class Publisher:
         return read_struct(folder / MANIFEST, Manifest).files[WEIGHTS][1]
 
     def remove_old(self, current: str) -> None:
-        """Keep the newest `keep` versions, as numbers and not as text, and whatever the pointer names."""
+        """Keep the newest `keep` versions, as numbers and not as text, those needed, and whatever the pointer names."""
         found = [p for p in (self.run_dir / "adapters").iterdir() if FOLDER.fullmatch(p.name)]
         for folder in sorted(found, key=lambda p: order(p.name))[: -self.keep]:
-            if folder.name != current:
+            if folder.name != current and order(folder.name)[1] not in self.needed:
                 shutil.rmtree(folder)
 
 
@@ -208,11 +212,28 @@ def read_adapter(run_dir: Path, pointer: Pointer) -> Adapter:
         tensors = load_tensors(contents[WEIGHTS])
     except SafetensorError as error:
         raise AdapterError(f"{folder / WEIGHTS}: {error}") from error
-    for key, tensor in tensors.items():
+    for key in sorted(tensors):  # or another is named each time: the library's order changes
+        tensor = tensors[key]
+        if tensor.dtype != torch.float32:
+            raise AdapterError(f"{folder / WEIGHTS}: {key} is {tensor.dtype}, expected float32")
         if not torch.isfinite(tensor).all():
             raise AdapterError(f"{folder / WEIGHTS}: {key} is not finite")
-    config = LoraConfig.from_pretrained(str(folder))
-    return Adapter(pointer, manifest, config, tensors)
+    return Adapter(pointer, manifest, read_config(contents[CONFIG], folder / CONFIG), tensors)
+
+
+def read_config(content: bytes, path: Path) -> LoraConfig:
+    """PEFT's configuration from bytes whose digest was checked; from_pretrained would read the file again, or ask the hub.
+
+    Raises AdapterError.
+    """
+    try:
+        fields = json.loads(content)
+        config = LoraConfig.from_peft_type(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise AdapterError(f"{path} is no PEFT configuration: {error!r}") from error
+    if not isinstance(config, LoraConfig):
+        raise AdapterError(f"{path} is of {fields.get('peft_type')}, expected LORA")
+    return config
 
 
 def check_keys(have: Iterable[str], found: Iterable[str], name: str) -> None:
@@ -248,3 +269,28 @@ def install_adapter(model: PeftModel, adapter: Adapter) -> None:
         for key, parameter in have.items():
             parameter.copy_(new[key])
     model.eval()
+
+
+def recent_versions(run_dir: Path, before: int, num: int) -> list[tuple[int, dict[str, Tensor]]]:
+    """(version, tensors) of up to `num` published versions before one, of the newest lineage that has each, oldest first.
+
+    A damaged one is left out.
+    """
+    newest: dict[int, str] = {}
+    for path in (run_dir / "adapters").iterdir():
+        if (match := FOLDER.fullmatch(path.name)) and int(match[1]) < before:
+            name = newest.setdefault(int(match[1]), path.name)
+            newest[int(match[1])] = max(name, path.name, key=order)
+    found = []
+    for version in sorted(newest)[-num:]:
+        name = newest[version]
+        try:
+            manifest = read_struct(run_dir / "adapters" / name / MANIFEST, Manifest)
+            pointer = Pointer(
+                version=version, lineage=manifest.lineage, folder=name,
+                sha256=manifest.files[WEIGHTS][1], run_id=manifest.run_id, done=False,
+            )  # fmt: skip
+            found.append((version, read_adapter(run_dir, pointer).tensors))
+        except (AdapterError, KeyError):
+            continue
+    return found

@@ -15,6 +15,7 @@ from splitgrpo.config import (
     SharedSettings,
     effective_advantage,
 )
+from splitgrpo.keys import COMMAND, is_loopback, read_curve
 
 Settings = TypeVar("Settings", bound=SharedSettings)
 
@@ -78,10 +79,13 @@ def recorded_settings(run_dir: str) -> dict[str, Any]:
         ) from error
     own = {
         "save_path",
+        "resume",
+        "overwrite",
         "journal",
         "replay",
         "host",
         "port",
+        "curve_key",
         "local_rank",
         "verbose",
         "wait_timeout_s",
@@ -118,15 +122,28 @@ def check_settings(settings: SharedSettings) -> None:
     )
     require(1 <= s.port <= 65535, f"--port {s.port}: must be 1 to 65535")
     require(s.wait_timeout_s > 0, f"--wait_timeout_s {s.wait_timeout_s}: must be above 0")
-    require(s.host in ("127.0.0.1", "localhost"), f"--host {s.host}: only loopback is allowed, because messages "
-            "are signed but not encrypted. For another machine, tunnel the port (ssh -L).")  # fmt: skip
+    read_curve(s.curve_key, "learner" if isinstance(s, LearnerSettings) else "sampler")
+    require(s.curve_key is not None or is_loopback(s.host), f"--host {s.host}: without --curve_key only loopback is "
+            f"allowed, because nothing would be encrypted. {COMMAND} makes the keys of both workers; or tunnel the "
+            "port (ssh -L).")  # fmt: skip
     if isinstance(s, SamplerSettings):
         require(s.batch_size >= 1 and s.batch_size % s.group_size == 0,
                 f"--batch_size {s.batch_size} is not a multiple of --group_size {s.group_size}: a round samples whole "
                 f"groups. Try --batch_size {max(1, s.batch_size // s.group_size) * s.group_size}.")  # fmt: skip
-        require(s.sampler_id >= 0, f"--sampler_id {s.sampler_id}: must be 0 or more")
+        require(
+            0 <= s.sampler_id < 1 << 31,
+            f"--sampler_id {s.sampler_id}: must be 0 or more, and below 2^31",
+        )
         require(
             s.reload_failures >= 1, f"--reload_failures {s.reload_failures}: must be at least 1"
+        )
+        require(
+            s.dynamic_sampling >= 0,
+            f"--dynamic_sampling {s.dynamic_sampling}: must be 0 (off) or more",
+        )
+        require(
+            0 < s.reward_timeout_s <= 86400,
+            f"--reward_timeout_s {s.reward_timeout_s}: must be above 0 and at most 86400 (a day)",
         )
     for name in UNUSED_FLAGS.get(s.loss, ()):
         require(

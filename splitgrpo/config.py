@@ -37,6 +37,10 @@ class PeerTimeout(RuntimeError):
     """The other worker did not come, or went away, for longer than --wait_timeout_s (exit code 75)."""
 
 
+class DiskTrouble(RuntimeError):
+    """The disk let nothing be written for half of --wait_timeout_s (exit code 75)."""
+
+
 def knob(default: Any, help: str, *, choices: tuple | None = None, agree: bool = False) -> Any:
     """Declare one setting; `agree` marks those that sampler and learner must hold in common."""
     metadata = {"help": help, "choices": choices, "agree": agree}
@@ -69,7 +73,8 @@ class SharedSettings:
     lora_alpha: int = knob(64, "LoRA alpha of a new adapter; a sampler takes it from the published adapter instead")
     seed: int = knob(0, "seed of prompts, sampling and LoRA initialisation", agree=True)
     port: int = knob(5555, "ZeroMQ port of the learner")
-    host: str = knob("127.0.0.1", "address of the learner; loopback only until keys are supported")
+    host: str = knob("127.0.0.1", "address of the learner; any other than loopback needs --curve_key")
+    curve_key: str | None = knob(None, "this worker's file of keys, as made by python -m splitgrpo.keys: encrypts, and lets in no one else")
     wait_timeout_s: float = knob(600.0, "give up with exit code 75 after so long without the other worker")
     num_threads: int = knob(0, "CPU threads of this process (0: half the cores)")
     verbose: bool = knob(False, "show what DeepSpeed, transformers and PEFT print")
@@ -86,6 +91,8 @@ class SamplerSettings(SharedSettings):
     device: str = knob("cuda:0", "where to sample; the CPU, said in the log, where there is no GPU")
     sampler_id: int = knob(0, "number of this sampler, unique in a run")
     reload_failures: int = knob(20, "end after so many failed reloads of a published adapter in a row")
+    dynamic_sampling: int = knob(0, "replace a group whose rewards are all equal by that of the next prompt, at most so many in a row (0: off)")
+    reward_timeout_s: float = knob(30.0, "time for one call of reward_function; its group is dropped if it takes longer")
     # fmt: on
 
 
@@ -96,6 +103,8 @@ class LearnerSettings(SharedSettings):
     # fmt: off
     save_path: str = knob("./checkpoints", "run folder: published adapters, checkpoints, metrics")
     ds_config: str = knob("ds_config.json", "DeepSpeed settings: ZeRO stage, precision, lr, clipping, micro batch")
+    resume: bool = knob(False, "go on with the run in --save_path from its newest whole checkpoint")
+    overwrite: bool = knob(False, "start anew in a --save_path that holds a run, and remove that run")
     save_steps: int = knob(10, "steps between two resumable checkpoints")
     sync_steps: int = knob(1, "steps between two published adapters")
     keep_adapters: int = knob(4, "published adapters kept on disk")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from splitgrpo.arrivals import Trained
 from splitgrpo.config import PeerTimeout
 from splitgrpo.journal import Replay
 from splitgrpo.rollout import Group
@@ -41,6 +42,7 @@ class Feed:
         self.ranks, self.server, self.key = ranks, server, key
         self.should_stop, self.log = should_stop, log
         self.wait_timeout_s = wait_timeout_s
+        self.taken: list[Trained] = []  # of the step under way, on rank 0
 
     def next_groups(self, num_groups: int, version: int) -> list[Group] | None:
         """Wait for the groups of one step. Every rank calls this; None means that a signal asked to stop.
@@ -53,7 +55,8 @@ class Feed:
             if self.server is not None:
                 taken = self.server.take(num_groups, version, TICK_S)
                 if taken is not None:
-                    op, payload = STEP, join([raw for _, raw in taken])
+                    self.taken = taken
+                    op, payload = STEP, join([t.payload for t in taken])
                 elif min(self.server.idle_s(), time.monotonic() - started) > self.wait_timeout_s:
                     op = GIVE_UP
                 elif time.monotonic() - said > SAY_EVERY_S:
@@ -76,6 +79,7 @@ class Feed:
 
     def agree(self, values: list[int]) -> list[int]:
         """Elementwise maximum over the ranks."""
+        self.ranks.bump()
         tensor = torch.tensor(values, dtype=torch.int64)
         if self.ranks.num_ranks > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.ranks.control)

@@ -6,7 +6,7 @@
     RUN/journal/index.jsonl                   one line a file: name, bytes, sha256, group ids
 
 A file is written before its step is taken. Dropping stale groups is a function of their order alone, so the same files give
-the same steps.
+the same steps. The first file after a resume is marked fresh: what waited in line before the crash came again.
 """
 
 import collections
@@ -21,9 +21,10 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from splitgrpo.admission import ServerPlan
+from splitgrpo.arrivals import Dropped, GroupQueue, Trained
 from splitgrpo.config import JOURNAL, DataError, LearnerSettings, SettingsError
-from splitgrpo.files import fsync, sha256_file, write_json
-from splitgrpo.rollout import Group, RolloutError
+from splitgrpo.files import append_line, fsync, read_lines, sha256_file, write_json, write_lines
+from splitgrpo.rollout import RolloutError
 from splitgrpo.wire import GroupHeader, MessageError, build_group, seal
 
 INDEX = "index.jsonl"
@@ -44,9 +45,11 @@ class Journal:
         ds_config: dict[str, Any],
         groups_per_step: int,
         log: logging.Logger,
+        resumed_at: int | None = None,
     ) -> None:
-        """Write what a replay needs beside the groups. Raises OSError."""
+        """Write what a replay needs beside the groups; what was recorded after `resumed_at` goes. Raises OSError."""
         self.folder, self.log = run_dir / JOURNAL, log
+        self.fresh = resumed_at is not None
         self.max_bytes = int(settings.journal_gb * 1e9)
         self.failed = self.rotated = False
         self._sizes: collections.deque[tuple[Path, int]] = collections.deque()
@@ -56,6 +59,19 @@ class Journal:
         recorded["model_path"] = str(model.absolute()) if model.is_dir() else settings.model_path
         write_json(self.folder / "settings.json", recorded)
         write_json(self.folder / "ds_config.json", ds_config)
+        if resumed_at is not None:
+            self._forget_after(resumed_at)
+
+    def _forget_after(self, step: int) -> None:
+        index, names = self.folder / INDEX, {file_name(i) for i in range(step)}
+        lines = read_lines(index)
+        write_lines(index, [line for line in lines if line["file"] in names])
+        for path in self.folder.glob("step_*.safetensors"):
+            if path.name not in names:
+                path.unlink()
+        for line in lines:
+            if (self.folder / line["file"]).exists():
+                self._sizes.append((self.folder / line["file"], line["bytes"]))
 
     def write(self, step: int, arrivals: list[tuple[GroupHeader, bytes]]) -> None:
         """Write what arrived before the step after `step`, then remove the oldest files above the size."""
@@ -75,14 +91,14 @@ class Journal:
             tensors |= {f"{i:04d}/{k}": v for k, v in safetensors.numpy.load(blob).items()}
         path = self.folder / file_name(step)
         aside = path.with_name(f".{path.name}")
-        safetensors.numpy.save_file(tensors, aside, {"headers": json.dumps(headers)})
+        metadata = {"headers": json.dumps(headers), "fresh": json.dumps(self.fresh)}
+        safetensors.numpy.save_file(tensors, aside, metadata)
         fsync(aside)
         aside.replace(path)
         line: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path),
                 "groups": [f"{h.sampler_id}:{h.seq}" for h, _ in arrivals]}  # fmt: skip
-        with (self.folder / INDEX).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        fsync(self.folder / INDEX)
+        append_line(self.folder / INDEX, line)
+        self.fresh = False
         self._sizes.append((path, line["bytes"]))
         while sum(n for _, n in self._sizes) > self.max_bytes and len(self._sizes) > 1:
             self._sizes.popleft()[0].unlink()
@@ -123,19 +139,25 @@ def count_steps(run_dir: str, groups_per_step: int) -> int:
     return len(read_index(folder))
 
 
-def read_step(folder: Path, step: int, digest: str) -> list[tuple[GroupHeader, dict[str, Any]]]:
-    """The groups of one file as they were received. Raises DataError for a file that is not as it was written."""
+def read_step(
+    folder: Path, step: int, digest: str
+) -> tuple[bool, list[tuple[GroupHeader, dict[str, Any]]]]:
+    """Whether a file is fresh, and its groups as they were received.
+
+    Raises DataError for a file that is not as it was written.
+    """
     path = folder / file_name(step)
     try:
         if sha256_file(path) != digest:
             raise DataError(f"{path} is damaged: its sha256 is not the one in {INDEX}")
         with safe_open(path, "numpy") as file:
             headers = json.loads(file.metadata()["headers"])
+            fresh = json.loads(file.metadata()["fresh"])
             arrays: list[dict[str, Any]] = [{} for _ in headers]
             for key in file.keys():  # noqa: SIM118 - a file handle, no dict
                 number, _, name = key.partition("/")
                 arrays[int(number)][name] = file.get_tensor(key)
-        return [
+        return bool(fresh), [
             (msgspec.json.decode(h, type=GroupHeader), a)
             for h, a in zip(headers, arrays, strict=True)
         ]
@@ -152,14 +174,26 @@ class Replay:
         """Raises SettingsError for a journal that cannot be read."""
         self.folder, self.key, self.plan = Path(run_dir) / JOURNAL, key, plan
         self.temperature = temperature
-        self.dropped: collections.Counter[str] = collections.Counter()
         self.invalid: collections.Counter[str] = collections.Counter()
+        self.lost = 0
         self._index = read_index(self.folder)
-        self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
+        self._queue = GroupQueue({})
+        for step in range(plan.start_version):  # what waits in line when the step after it is taken
+            self.take(plan.groups_per_step, step, 0.0)
+            self._queue.take_fates()
 
-    def take(self, num_groups: int, version: int, timeout_s: float) -> list[tuple[Group, bytes]]:
+    @property
+    def dropped(self) -> collections.Counter[str]:
+        """Groups that were not trained, by reason."""
+        return self._queue.dropped
+
+    def take(self, num_groups: int, version: int, timeout_s: float) -> list[Trained]:
         """The groups of the next step, by the same rule as GroupServer.take. Raises DataError."""
-        for header, arrays in read_step(self.folder, version, self._index[version]):
+        fresh, groups = read_step(self.folder, version, self._index[version])
+        if fresh:
+            dropped, self._queue = self._queue.dropped, GroupQueue(self._queue.cursor)
+            self._queue.dropped.update(dropped)
+        for header, arrays in groups:
             try:
                 group = build_group(header, arrays)
                 self.plan.check_group(group)
@@ -171,18 +205,29 @@ class Replay:
                 raise DataError(
                     f"recorded at temperature {group.temperature}, now --temperature {self.temperature}: give the same"
                 )
-            raw = seal(self.key, header, safetensors.numpy.save(arrays))
-            self._queue.append((group, raw))
-        oldest = version - self.plan.max_staleness
-        kept = [item for item in self._queue if item[0].policy_version >= oldest]
-        self.dropped["stale"] += len(self._queue) - len(kept)
-        if len(kept) < num_groups:
+            self._queue.put(group, seal(self.key, header, safetensors.numpy.save(arrays)))
+        self._queue.expire(version - self.plan.max_staleness)
+        taken = self._queue.take(num_groups)
+        if taken is None:
             raise DataError(
-                f"{self.folder} holds {len(kept)} groups for step {version + 1}, {num_groups} are needed: it was "
-                "recorded with another --max_staleness"
+                f"{self.folder} does not hold the {num_groups} groups of step {version + 1}: it was recorded with another "
+                "--max_staleness"
             )
-        self._queue = collections.deque(kept[num_groups:])
-        return kept[:num_groups]
+        return taken
+
+    def take_fates(self) -> list[Dropped]:
+        """What was dropped since the last call."""
+        return self._queue.take_fates()
+
+    def cursor(self) -> dict[int, int]:
+        """{sampler: sequence number of its first group without a fate}."""
+        return dict(self._queue.cursor)
+
+    def commit(self, cursor: dict[int, int]) -> None:
+        """Nobody to tell."""
+
+    def finish(self) -> None:
+        """Nothing waits that was not recorded for later steps."""
 
     def take_arrivals(self) -> list[tuple[GroupHeader, bytes]]:
         """Nothing arrives."""

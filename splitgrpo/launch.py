@@ -3,129 +3,146 @@
     python -m splitgrpo.launch --model_path M --data D --save_path runs/mine …      (run.sh train …)
 
 Every flag of either worker is taken and handed to the one it belongs to. Success is done.json in the run folder and exit
-code 0 of both.
+code 0 of both. With --max_restarts a worker that died or asks for another try is started again, the learner from its newest
+checkpoint.
 """
 
 import argparse
 import dataclasses
 import logging
-import os
+import random
 import signal
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitgrpo.process import begin_process
+
+if __name__ == "__main__":
+    begin_process()
+
 from splitgrpo.cli import build_parser
 from splitgrpo.config import (
     EXIT_INTERNAL,
     EXIT_OK,
+    EXIT_RETRY,
     LearnerSettings,
     SamplerSettings,
     SettingsError,
     SharedSettings,
 )
 from splitgrpo.monitor import MetricsReader, ProgressBar, plot_curves
-from splitgrpo.process import PARENT_ENV, StopFlag, end_process, run_main
-from splitgrpo.runfolder import DONE, check_unused
+from splitgrpo.process import StopFlag, end_process, run_main
+from splitgrpo.runfolder import check_unused
+from splitgrpo.workers import ROOT, Worker, end_all
 
-ROOT = Path(__file__).resolve().parent.parent
 END_S = 8.0  # between the request to end and the kill; users are promised 10 s in all
 AFTERMATH_S = 5.0  # a worker may take so long to notice by itself that the other is gone
 POLL_S = 0.2
+RESTART_PAUSE_S = 1.0
+MASTER_PORT = 29500  # DeepSpeed's own default
+ASKED_TO_END = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 log = logging.getLogger("launch")
 
 
 @dataclass
-class Worker:
-    """One running worker, alone in a process group so that all of it can be ended."""
+class Restarts:
+    """Restarts that a run still has; those of both workers count together."""
 
-    name: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
+    left: int
+    used: int = 0
 
-    @classmethod
-    def start(cls, name: str, command: Sequence[str], log_path: Path) -> "Worker":
-        """Start it with its output going to a file."""
-        env = os.environ | {PARENT_ENV: str(os.getpid())}
-        with log_path.open("ab") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, cwd=ROOT, env=env, start_new_session=True
-            )
-        return cls(name, process, log_path)
+    def allow(self, code: int) -> bool:
+        """True for an end that another try may mend: neither wrong flags or data, nor a signal that asked for it."""
+        if self.left <= 0 or not (code in (EXIT_RETRY, EXIT_INTERNAL) or code > 128):
+            return False
+        if code in ASKED_TO_END:
+            return False
+        self.left, self.used = self.left - 1, self.used + 1
+        return True
 
-    def signal(self, number: int) -> None:
-        """Signal the whole group; a group that is gone is no error."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
-
-    def last_lines(self, count: int = 15) -> str:
-        """The end of its log."""
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-count:])
-
-
-def end_all(workers: Sequence[Worker], wait_s: float) -> None:
-    """Ask every worker to end, wait, then kill what is left of its group."""
-    for worker in workers:
-        worker.signal(signal.SIGTERM)
-    deadline = time.monotonic() + wait_s
-    for worker in workers:
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("the %s did not end in %.0f s: killed", worker.name, wait_s)
-        worker.signal(signal.SIGKILL)
-        worker.process.wait()
+    def restart(self, bad: Worker, workers: Sequence[Worker], run_dir: Path, code: int) -> None:
+        """Start a worker again after a pause: a learner from its newest checkpoint, or else the whole run anew."""
+        log.warning(
+            "the %s ended with code %d and is started again (%d of at most %d); its last line:\n%s",
+            bad.name, code, self.used, self.used + self.left, bad.last_lines(1),
+        )  # fmt: skip
+        saved = any((run_dir / "checkpoints").glob("step_*"))
+        anew = bad.name == "learner" and not saved
+        chosen = workers if anew else [bad]
+        end_all(chosen, END_S)
+        time.sleep(RESTART_PAUSE_S)
+        for worker in chosen:
+            learner_flag = "--overwrite" if anew else "--resume"
+            worker.start_again(learner_flag if worker.name == "learner" else "")
 
 
 def supervise(
-    workers: Sequence[Worker], run_dir: Path, max_steps: int, check_stop: Callable[[], None]
+    workers: Sequence[Worker],
+    run_dir: Path,
+    max_steps: int,
+    check_stop: Callable[[], None],
+    max_restarts: int = 0,
 ) -> int:
-    """Show progress until both workers have ended; returns the exit code of the first that failed, or 0."""
-    reader = MetricsReader(run_dir / "metrics.jsonl")
-    failed_at = 0.0
+    """Show progress until both workers have ended; returns the exit code of the first that failed for good, or 0."""
+    reader, restarts = MetricsReader(run_dir / "metrics.jsonl"), Restarts(max_restarts)
     first: Worker | None = None
+    code, failed_at = EXIT_OK, 0.0
     with ProgressBar(max_steps) as bar:
         try:
-            while any(w.process.poll() is None for w in workers):
+            while True:
                 check_stop()
                 for row in reader.new_rows():
                     bar.update(row)
                 bar.tick()
-                bad = [w for w in workers if w.process.poll() not in (None, EXIT_OK)]
-                if bad and first is None:
-                    first, failed_at = bad[0], time.monotonic()
-                if first is not None and time.monotonic() - failed_at > AFTERMATH_S:
+                bad = next((w for w in workers if w.failure(run_dir) is not None), None)
+                if bad is not None and first is None:
+                    code = bad.failure(run_dir) or EXIT_INTERNAL
+                    if restarts.allow(code):
+                        restarts.restart(bad, workers, run_dir, code)
+                        continue
+                    first, failed_at = bad, time.monotonic()
+                ended = all(w.process.poll() is not None for w in workers)
+                if ended or (first is not None and time.monotonic() - failed_at > AFTERMATH_S):
                     break
                 time.sleep(POLL_S)
             for row in reader.new_rows():
                 bar.update(row)
         finally:
             end_all(workers, END_S)
-    for worker in [first] if first else [w for w in workers if w.process.returncode]:
-        code = worker.process.returncode
-        log.error("the %s ended with code %d; the end of %s:\n%s", worker.name, code, worker.log_path,
-                  worker.last_lines())  # fmt: skip
-        return code if code > 0 else 128 - code
-    if not (run_dir / DONE).exists():
-        log.error("both workers ended without %s: the run did not finish", run_dir / DONE)
-        return EXIT_INTERNAL
-    return EXIT_OK
+    if first is None:
+        return EXIT_OK
+    again = f" after {restarts.used} restarts (--max_restarts)" if restarts.used else ""
+    what = "without done.json" if first.process.returncode == EXIT_OK else f"with code {code}"
+    log.error("the %s ended %s%s; the end of %s:\n%s", first.name, what, again, first.log_path,
+              first.last_lines())  # fmt: skip
+    return code
 
 
 def learner_command(ranks: int, flags: Sequence[str]) -> list[str]:
-    """One rank needs no launcher; more are started by DeepSpeed's own."""
+    """One rank needs no launcher; more are started by DeepSpeed's own, on a port that no other run of this machine has."""
     script = str(ROOT / "training_worker.py")
     if ranks == 1:
         return [sys.executable, script, *flags]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    return [sys.executable, launcher, f"--num_gpus={ranks}", script, *flags]
+    deepspeed = [launcher, f"--num_gpus={ranks}", f"--master_port={meeting_port()}"]
+    return [sys.executable, *deepspeed, script, *flags]
+
+
+def meeting_port() -> int:
+    """A free port for the ranks to meet at, from where the system takes none by itself, as they listen seconds later."""
+    for port in random.Random().sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return MASTER_PORT
 
 
 def train(
@@ -135,6 +152,7 @@ def train(
     ranks: int = 1,
     check_stop: Callable[[], None] = lambda: None,
     commands: dict[str, Sequence[str]] | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Run both workers with the flags of either until the run is finished; returns an exit code.
 
@@ -147,7 +165,7 @@ def train(
         raise SettingsError(
             "--replay needs no sampler: run.sh learner --replay FOLDER --save_path OTHER"
         )
-    check_save_path(run_dir)
+    check_save_path(run_dir, used=given.resume or given.overwrite)
     sampler = [sys.executable, str(ROOT / "sampling_worker.py"), *for_sampler]
     started = commands or {"learner": learner_command(ranks, for_learner), "sampler": sampler}
     workers: list[Worker] = []
@@ -155,19 +173,20 @@ def train(
         for name, command in started.items():
             workers.append(Worker.start(name, command, run_dir / f"{name}.log"))
         log.info("learner and sampler started, logs and results in %s", run_dir)
-        return supervise(workers, run_dir, given.max_steps, check_stop)
+        return supervise(workers, run_dir, given.max_steps, check_stop, max_restarts)
     finally:
         end_all(workers, END_S)
         plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
 
 
-def check_save_path(run_dir: Path) -> None:
-    """Make the run folder before anything slow starts. Raises SettingsError as a learner would."""
+def check_save_path(run_dir: Path, *, used: bool) -> None:
+    """Make the run folder, which may hold a run if `used`, before anything slow starts. Raises SettingsError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"--save_path {run_dir} cannot be made ({error.strerror})") from error
-    check_unused(run_dir)
+    if not used:
+        check_unused(run_dir)
 
 
 def parse_known(
@@ -207,13 +226,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="run.sh train", allow_abbrev=False, description=__doc__)
     parser.add_argument("--save_path", help="run folder (default: runs/train-DATE-TIME)")
     parser.add_argument("--ranks", type=int, default=1, help="learner ranks")
+    parser.add_argument(
+        "--max_restarts", type=int, default=0,
+        help="times that a worker which died or asks for another try (code 75 or 70) is started again",
+    )  # fmt: skip
     args, flags = parser.parse_known_args()
     run_dir = Path(args.save_path or ROOT / "runs" / time.strftime("train-%Y%m%d-%H%M%S"))
     code = EXIT_OK
 
     def story(stop: StopFlag) -> None:
         nonlocal code
-        code = train(flags, run_dir=run_dir, ranks=args.ranks, check_stop=stop.raise_if_set)
+        code = train(
+            flags, run_dir=run_dir, ranks=args.ranks, check_stop=stop.raise_if_set,
+            max_restarts=args.max_restarts,
+        )  # fmt: skip
         if code == EXIT_OK:
             log.info("finished: %s", run_dir)
 

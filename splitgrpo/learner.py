@@ -1,5 +1,7 @@
 """The learner's machinery: what the named steps of training_worker.py do."""
 
+import dataclasses
+import functools
 import logging
 import os
 import time
@@ -10,31 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitgrpo import models, zero
-from splitgrpo.adapters import Publisher, base_digest
-from splitgrpo.admission import ServerPlan
-from splitgrpo.checkpoints import save_checkpoint
-from splitgrpo.cli import warn_of
-from splitgrpo.config import (
-    LearnerSettings,
-    agreed_settings,
-    default_threads,
-    effective_kl_coef,
-    loss_options,
-)
+from splitgrpo import checkpoints, enginestate, models, zero
+from splitgrpo.adapters import Publisher, base_digest, recent_versions
+from splitgrpo.arrivals import REASONS, Trained
+from splitgrpo.config import LearnerSettings, default_threads, loss_options
 from splitgrpo.feed import Feed
 from splitgrpo.journal import Journal, Replay, count_steps
+from splitgrpo.ledger import Ledger
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.losses import soft_overlong_penalty
 from splitgrpo.mismatch import WARN_ABOVE, Correction, MismatchAlarm, PolicyHistory
 from splitgrpo.monitor import MetricsWriter, step_line
+from splitgrpo.opening import Start, begin, is_main, open_run, share_start
 from splitgrpo.process import StopFlag
-from splitgrpo.rollout import Group, check_group
-from splitgrpo.runfolder import claim_run_folder, mark_done
+from splitgrpo.rankwatch import join_ranks
+from splitgrpo.rollout import Group
+from splitgrpo.runfolder import PatientWriter, mark_done
 from splitgrpo.server import GroupServer
 from splitgrpo.step import BadSteps, LossFn, StepPlan, optimizer_step, rollout_metrics
-
-LINEAGE = 1  # raised at every start that goes on from a checkpoint
 
 
 class Learner:
@@ -43,15 +38,17 @@ class Learner:
     def __init__(self, settings: LearnerSettings, stop: StopFlag, log: logging.Logger) -> None:
         """Check everything that can be checked first, then join the ranks, load the model and start DeepSpeed."""
         self.settings, self.stop, self.log = settings, stop, log
-        self.step = 0
-        self.cursor: dict[int, int] = {}
+        self.step, self._saved_step = 0, -1
         self.server: GroupServer | Replay | None = None
+        self.ledger: Ledger | None = None
+        self.metrics: MetricsWriter | None = None
         self.journal: Journal | None = None
         self.publisher: Publisher | None = None
-        self.metrics: MetricsWriter | None = None
         self.bad_steps = BadSteps(settings.max_bad_steps)
         self.started = self.step_started = time.monotonic()
-        self._saved_step = -1
+        self.patiently = PatientWriter(
+            settings.save_path, settings.wait_timeout_s / 2, stop, self._bump, log
+        )
         self.ds = zero.read_ds_config(settings.ds_config, settings.learning_rate)
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         zero.check_batch(self.ds, num_ranks, settings.group_size, settings.ds_config)
@@ -61,104 +58,74 @@ class Learner:
         if settings.replay:
             recorded = count_steps(settings.replay, self.groups_per_step)
             self.max_steps = min(self.max_steps, recorded)
-        self.run_dir, self.key, self.run_id = Path(settings.save_path), b"", ""
-        if int(os.environ.get("RANK", "0")) == 0:
-            self._open()
-        self.ranks = zero.start_ranks(default_threads(settings.num_threads))
+        self.run_dir, key, self.start = Path(settings.save_path), b"", Start("")
+        watch = join_ranks(str(self.run_dir.absolute()), stop, log)
+        if is_main():
+            key, self.start = begin(settings, log)
+            opened = open_run(settings, key, self.start, self.ds.config, self.groups_per_step, log)
+            self.server, self.ledger = opened.server, opened.ledger
+            self.metrics, self.journal = opened.metrics, opened.journal
+        self.ranks = zero.start_ranks(default_threads(settings.num_threads), watch)
+        key, self.start = share_start(self.ranks, self.run_dir, key, self.start)
+        self.step = self.start.step
         self.engine = self._start_engine()
         self.feed = Feed(
             self.ranks,
             self.server,
-            self._share_key(),
+            key,
             wait_timeout_s=settings.wait_timeout_s,
             should_stop=stop,
             log=log,
         )
+        watch.expect_progress(settings.wait_timeout_s)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        """Rank 0: claim folder and port before anything slow happens."""
-        s = self.settings
-        for warning in warn_of(s):
-            self.log.warning("%s", warning)
-        self.run_dir, self.key, self.run_id = claim_run_folder(s.save_path)
-        vocab_size = models.load_config(s.model_path).get_text_config().vocab_size
-        want_ref = effective_kl_coef(s) > 0
-
-        def check(group: Group) -> None:
-            check_group(
-                group,
-                group_size=s.group_size,
-                vocab_size=vocab_size,
-                max_len=s.max_prompt_tokens + s.max_new_tokens,
-                want_ref=want_ref,
-            )
-
-        plan = ServerPlan(
-            run_id=self.run_id,
-            lineage=LINEAGE,
-            settings=agreed_settings(s),
-            groups_per_step=self.groups_per_step,
-            max_staleness=s.max_staleness,
-            max_steps=s.max_steps,
-            start_version=self.step,
-            next_seq={},
-            peer_timeout_s=s.wait_timeout_s,
-            check_group=check,
-            journal=s.journal,
-        )
-        self.metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
-        if s.replay:
-            self.server = Replay(s.replay, self.key, plan, s.temperature)
-            self.log.info(
-                "replaying %d steps of %s, run folder %s", self.max_steps, s.replay, self.run_dir
-            )
-            return
-        self.server = GroupServer(s.host, s.port, self.key, plan, self.log)
-        self.log.info("listening on %s:%d, run folder %s", s.host, s.port, self.run_dir)
-        if s.journal:
-            self.journal = Journal(self.run_dir, s, self.ds.config, self.groups_per_step, self.log)
 
     def _start_engine(self) -> Any:
         s = self.settings
         base = models.load_base(s.model_path, models.DTYPES[self.ds.dtype_name])
-        digest = base_digest(base)
+        self.base_digest = base_digest(base)
+        if self.start.index is not None:
+            checkpoints.check_base(self.start.index, self.base_digest, s.model_path)
         self.model = models.add_lora(base, s.lora_rank, s.lora_alpha, s.seed)
         self.log.info("%s: %s", s.model_path, models.describe_parameters(self.model))
         if self.ranks.is_main:
             self.publisher = Publisher(
                 run_dir=self.run_dir,
-                run_id=self.run_id,
-                lineage=LINEAGE,
+                run_id=self.start.run_id,
+                lineage=self.start.lineage,
                 base_model=s.model_path,
-                base_digest=digest,
+                base_digest=self.base_digest,
                 base_dtype=self.ds.dtype_name,
                 config=models.lora_config(self.model),
                 keep=s.keep_adapters,
             )
+            self._hold_needed()
         self.history = PolicyHistory(self.model, s.max_staleness + 1)
         limit = WARN_ABOVE[self.ds.dtype_name] if s.mismatch_warn is None else s.mismatch_warn
         self.alarm = MismatchAlarm(limit, filtered=s.top_k > 0 or s.top_p < 1)
         policy = PolicyModule(
             self.model, s.temperature, s.top_k, s.top_p, entropy_grad=s.entropy_coef > 0
         )
-        return zero.start_engine(policy, self.ds)
+        engine = zero.start_engine(policy, self.ds)
+        if self.start.path is not None and self.start.index is not None:
+            self._go_on(engine, self.start.path, self.start.index)
+        return engine
 
-    def _share_key(self) -> bytes:
-        """Other ranks need the key to check the bytes that rank 0 shares."""
-        tensor = torch.zeros(32, dtype=torch.uint8)
-        if self.key:
-            tensor = torch.frombuffer(bytearray(self.key), dtype=torch.uint8)
-        if self.ranks.num_ranks > 1:
-            torch.distributed.broadcast(tensor, src=0, group=self.ranks.control)
-        return tensor.numpy().tobytes()
+    def _go_on(self, engine: Any, path: Path, index: checkpoints.Index) -> None:
+        """Put the state of a checkpoint into a fresh engine. Every rank calls this."""
+        checkpoints.restore(engine, self.ranks, path, index)
+        self.bad_steps.total, self._saved_step = index.skipped, index.step
+        self.started -= index.elapsed_s
+        for version, tensors in recent_versions(self.run_dir, index.step, self.history.keep):
+            self.history.add(version, tensors)
 
     # -- the steps ------------------------------------------------------------------------------------------------------
 
     def next_groups(self) -> list[Group]:
         """Wait for the groups of the next step. Raises Stopped, PeerTimeout."""
         self.step_started = time.monotonic()
+        self.ranks.bump(f"step {self.step + 1}: waiting for rollouts")
         groups = self.feed.next_groups(self.groups_per_step, self.step)
         self.wait_s = time.monotonic() - self.step_started
         if groups is None:
@@ -196,16 +163,16 @@ class Learner:
             correction=correction if corrected else None,
             agree=self.feed.agree,
             should_stop=self.stop,
-            bump=self.server.bump if self.server else lambda: None,
+            bump=self._bump,
         )
+        self.ranks.bump(f"step {self.step + 1}: forward and backward")
         started = time.monotonic()
         lr = float(self.engine.get_lr()[0])  # before the step: a scheduler moves it there
         result = optimizer_step(self.engine, groups, advantages, plan, self.step)
         if result is None:
             self.stop.raise_with_the_others()
         self.step += 1
-        for group in groups:
-            self.cursor[group.sampler_id] = max(self.cursor.get(group.sampler_id, 0), group.seq + 1)
+        self._book(self.feed.taken)
         if warning := self.bad_steps.note(result, self.step):
             self.log.warning("%s", warning)
         if self.ranks.is_main and (warning := self.alarm.note(result)):
@@ -217,11 +184,29 @@ class Learner:
         """Publish the weights if this step is due, and raise the samplers' credit. Raises OSError."""
         if self.step % self.settings.sync_steps and not done:
             return
-        tensors = zero.lora_state(self.model)
+        self.ranks.bump(f"publishing version {self.step}")
+        tensors = enginestate.lora_state(self.model)
         self.history.add(self.step, tensors)
         if self.publisher is not None and self.server is not None:
-            pointer = self.publisher.publish(self.step, tensors, done=done)
+            publish = functools.partial(self.publisher.publish, self.step, tensors, done=done)
+            pointer = self.patiently(f"publish version {self.step}", publish)
             self.server.set_version(self.step, pointer.sha256)
+
+    def _hold_needed(self) -> None:
+        """Groups that come again after a restart are measured with the versions that they were sampled by."""
+        if self.publisher is not None:
+            needed = checkpoints.needed_versions(self.run_dir, self.settings.max_staleness)
+            self.publisher = dataclasses.replace(self.publisher, needed=needed)
+
+    def _book(self, trained: list[Trained]) -> None:
+        """Write into the ledger what the step was taken on, and what was dropped before. Rank 0 does."""
+        if self.ledger is not None and self.server is not None:
+            self.ledger.note(self.step, trained, self.server.take_fates(), self.server.lost)
+            self.patiently("write the ledger", self.ledger.write)
+
+    def _bump(self) -> None:
+        if self.server is not None:
+            self.server.bump()
 
     def report(self, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and one line on the console."""
@@ -236,8 +221,9 @@ class Learner:
             "wait_s": self.wait_s,
             **{k: v for k, v in metrics.items() if k != "applied"},
             "tokens_per_s": metrics["completion_tokens"] / step_s,
-            "dropped_stale": self.server.dropped["stale"],
-            "dropped_invalid": self.server.dropped["invalid"] + sum(self.server.invalid.values()),
+            **{f"dropped_{reason}": self.server.dropped[reason] for reason in REASONS},
+            "lost_groups": self.server.lost,
+            "refused_messages": sum(self.server.invalid.values()),
             "skipped_steps": self.bad_steps.total,
             "max_steps": self.max_steps,
         }
@@ -245,32 +231,55 @@ class Learner:
         self.log.info("%s", step_line(row))
 
     def save_if_due(self) -> None:
-        """Write a checkpoint every save_steps."""
-        if self.step % self.settings.save_steps == 0:
+        """Write a checkpoint every save_steps; `finish` writes the last one, after what waits then has its fate."""
+        if self.step % self.settings.save_steps == 0 and self.step < self.max_steps:
             self.save()
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step. Every rank calls this."""
         if self._saved_step == self.step:
             return
-        path = save_checkpoint(
-            self.run_dir,
-            self.engine,
-            self.ranks,
-            self.settings,
-            step=self.step,
-            lineage=LINEAGE,
-            cursor=self.cursor,
-        )
+        self.ranks.bump(f"saving step {self.step}")
+        self._book([])
+        cursor = self.server.cursor() if self.server else {}
+        tensors = checkpoints.gather_state(self.engine, self.ranks)
+        fields = {
+            "step": self.step,
+            "lineage": self.start.lineage,
+            "run_id": self.start.run_id,
+            "base_digest": self.base_digest,
+            "adam_step": enginestate.adam_step(self.engine),
+            "schedule": zero.schedule_step(self.engine),
+            "cursor": cursor,
+            "skipped": self.bad_steps.total,
+            "elapsed_s": time.monotonic() - self.started,
+            "num_ranks": self.ranks.num_ranks,
+            "settings": dataclasses.asdict(self.settings),
+        }
         self._saved_step = self.step
+        if self.server is None or self.ledger is None:
+            return
+        write = functools.partial(
+            checkpoints.write_checkpoint,
+            self.run_dir,
+            tensors,
+            self.settings.keep_checkpoints,
+            **fields,
+        )
+        path = self.patiently(f"save step {self.step}", write)
+        self._hold_needed()
+        self.server.commit(cursor)
         self.log.info("state of step %d saved in %s", self.step, path)
 
     def finish(self) -> None:
         """Save, publish with the done flag, leave the final adapter and done.json, and send the samplers home."""
+        if self.server is not None:
+            self.server.finish()
         self.save()
+        self._book([])
         self.publish(done=True)
         if self.publisher is not None:
-            folder = self.run_dir / "adapters" / f"v{self.step:06d}.L{LINEAGE}"
+            folder = self.run_dir / "adapters" / f"v{self.step:06d}.L{self.start.lineage}"
             report = {"steps": self.step, "skipped_steps": self.bad_steps.total,
                       "train_wall_s": time.monotonic() - self.started}  # fmt: skip
             mark_done(self.run_dir, folder, report)

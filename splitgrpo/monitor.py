@@ -1,5 +1,6 @@
 """Watching a run: log lines, metrics.jsonl, a progress bar, and a picture of the curves."""
 
+import collections
 import json
 import logging
 import math
@@ -9,10 +10,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
+
+from splitgrpo.files import append_line
 
 QUIET = ("DeepSpeed", "deepspeed", "transformers", "peft", "datasets", "urllib3", "httpx",
          "huggingface_hub", "matplotlib", "torch.distributed", "filelock", "fsspec")  # fmt: skip
+
+MAX_WAITING = 1000  # rows
 
 log = logging.getLogger("monitor")
 
@@ -40,45 +45,60 @@ def setup_logging(prefix: str, *, verbose: bool) -> None:
 
 
 class MetricsWriter:
-    """Appends one JSON object a step. A full disk switches it off, said once: training is worth more than its log."""
+    """Appends one JSON object a step. A full disk is said once; its rows follow when there is room."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.failed = False
+        self._waiting: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_WAITING)
+        self._failed = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one line whole; a number that is not finite becomes null, because JSON has none."""
-        if self.failed:
-            return
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
-        }
+        self._waiting.append(
+            {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in row.items()
+            }
+        )
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(clean, allow_nan=False) + "\n")
+            while self._waiting:
+                append_line(self.path, self._waiting[0])
+                self._waiting.popleft()
+            self._failed = False
         except OSError as error:
-            self.failed = True
-            log.warning("metrics are no longer written to %s: %s", self.path, error)
+            if not self._failed:
+                log.warning("metrics cannot be written now to %s: %s", self.path, error)
+            self._failed = True
 
 
 class MetricsReader:
-    """Reads what was appended to a metrics file since the last call."""
+    """Reads what was appended to a metrics file since the last call, from its start when another file took its place."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._at = 0
+        self._file: BinaryIO | None = None
 
     def new_rows(self) -> list[dict[str, Any]]:
         """Complete new lines; a file that is not there yet, or a line half written, is not an error."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._at)
-                data = file.read()
+            if self._file is None or not os.path.samestat(
+                os.fstat(self._file.fileno()), self.path.stat()
+            ):
+                self.close()
+                self._file = self.path.open("rb")
         except FileNotFoundError:
             return []
+        at = self._file.tell()
+        data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
+        self._file.seek(at + len(whole))
         return [json.loads(line) for line in whole.splitlines()]
+
+    def close(self) -> None:
+        """Close the file; the next call opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def number(row: Mapping[str, Any], name: str, spec: str) -> str:

@@ -15,6 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from splitgrpo.process import begin_process
+
+if __name__ == "__main__":
+    begin_process()
+
 from splitgrpo import evaluate, warmstart
 from splitgrpo.cli import positive_int
 from splitgrpo.config import EXIT_OK, SettingsError

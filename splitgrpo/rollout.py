@@ -128,6 +128,7 @@ def check_group(
         len(g.rollouts) == group_size,
         f"{len(g.rollouts)} rollouts, expected group_size {group_size}",
     )
+    _check(0 < g.temperature <= 10, f"temperature: {g.temperature}, allowed is above 0 to 10")
     for r in g.rollouts:
         check_rollout(r, vocab_size=vocab_size, max_len=max_len, want_ref=want_ref)
     first = g.rollouts[0]

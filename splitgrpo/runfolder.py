@@ -1,27 +1,38 @@
-"""The learner's run folder (--save_path): who owns it, what may be in it, what a finished run leaves."""
+"""The learner's run folder (--save_path): who owns it, what may be in it, a disk that is full, what a run leaves."""
 
 import fcntl
+import logging
 import os
-import secrets
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from splitgrpo.adapters import POINTER
-from splitgrpo.config import SettingsError
-from splitgrpo.files import write_json
+import msgspec
+
+from splitgrpo.adapters import FOLDER, POINTER, AdapterError, Pointer, read_pointer
+from splitgrpo.config import JOURNAL, DiskTrouble, SettingsError
+from splitgrpo.files import read_lines, remove_leftovers, write_folder, write_json, write_lines
+from splitgrpo.ledger import LEDGER, METRICS
 from splitgrpo.transport import make_key
 
 DONE = "done.json"
+AGAIN_S = 5.0  # between two tries to write on a disk that is full
 _locks: list[int] = []  # descriptors held open for as long as the process lives
 
+T = TypeVar("T")
 
-def claim_run_folder(save_path: str) -> tuple[Path, bytes, str]:
-    """Make the folder, lock it for this process, and return it with the run's key and a new run id.
+
+def claim_run_folder(
+    save_path: str, *, resume: bool = False, overwrite: bool = False
+) -> tuple[Path, bytes]:
+    """Make the folder, lock it for this process, and return it with the run's key.
 
     Called before the model is loaded. Raises SettingsError for a folder that cannot be written, that another learner
-    uses, or that holds an earlier run.
+    uses, or that holds an earlier run which is neither to be gone on with nor to be removed.
     """
     run_dir = Path(save_path)
     try:
@@ -41,25 +52,99 @@ def claim_run_folder(save_path: str) -> tuple[Path, bytes, str]:
             f"--save_path {save_path} is in use by another learner: end it, or give another folder"
         ) from error
     _locks.append(fd)
-    check_unused(run_dir)
-    for leftover in (*run_dir.glob("adapters/.*"), *run_dir.glob("checkpoints/.*")):
-        shutil.rmtree(leftover)
-    return run_dir, make_key(run_dir / "run.key"), secrets.token_hex(8)
+    if overwrite:
+        remove_run(run_dir)
+    if not resume:
+        check_unused(run_dir)
+    for folder in (run_dir, run_dir / "adapters", run_dir / "checkpoints"):
+        remove_leftovers(folder)
+    return run_dir, make_key(run_dir / "run.key")
 
 
 def check_unused(run_dir: Path) -> None:
     """Refuse a folder that holds a run. Raises SettingsError."""
-    if (run_dir / POINTER).exists():
+    left = [run_dir / POINTER, run_dir / LEDGER, *(run_dir / "checkpoints").glob("step_*")]
+    if any(path.exists() for path in left):
         raise SettingsError(
-            f"--save_path {run_dir} holds an earlier run ({POINTER} is there), which a new one would overwrite; going on "
-            "with it is not supported yet: give another folder"
+            f"--save_path {run_dir} holds an earlier run: --resume goes on with it, --overwrite removes it, or give another "
+            "folder"
         )
+
+
+def remove_run(run_dir: Path) -> None:
+    """Remove what a learner left, first of all what samplers and a resume look for."""
+    for name in (POINTER, DONE, METRICS, LEDGER):
+        (run_dir / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "adapters", "adapter", JOURNAL):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in ("adapters", "checkpoints"):
+        (run_dir / name).mkdir()
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Take back what was reported after `step`, and that the run is done. Raises OSError, ValueError."""
+    (run_dir / DONE).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / "adapter", ignore_errors=True)
+    rows = read_lines(run_dir / METRICS)
+    write_lines(run_dir / METRICS, [row for row in rows if row["step"] <= step])
+    pointer = last_pointer(run_dir)
+    if pointer is not None and pointer.done:  # a sampler that is started now is not to go home
+        write_json(
+            run_dir / POINTER, msgspec.to_builtins(msgspec.structs.replace(pointer, done=False))
+        )
+
+
+def next_lineage(run_dir: Path, checkpointed: int) -> int:
+    """One more than that of any learner which has published or saved here: rolled back weights are never taken for new."""
+    found = [int(m[2]) for p in (run_dir / "adapters").iterdir() if (m := FOLDER.fullmatch(p.name))]
+    pointer = last_pointer(run_dir)
+    return max([checkpointed, pointer.lineage if pointer else 0, *found]) + 1
+
+
+def last_pointer(run_dir: Path) -> Pointer | None:
+    """latest.json where it can be read; a damaged one is about to be replaced."""
+    try:
+        return read_pointer(run_dir)
+    except AdapterError:
+        return None
+
+
+@dataclass(frozen=True)
+class PatientWriter:
+    """Tries again while the disk refuses: what the learner has in memory is worth more than the wait."""
+
+    save_path: str
+    limit_s: float
+    should_stop: Callable[[], bool]
+    on_wait: Callable[[], None]
+    log: logging.Logger
+
+    def __call__(self, what: str, write: Callable[[], T]) -> T:
+        """What `write` returns; `what` it does, in words. Raises DiskTrouble after limit_s, or on a signal."""
+        started = time.monotonic()
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                waited = time.monotonic() - started
+                text = f"cannot {what} in {self.save_path}: {error}"
+                if self.should_stop() or waited > self.limit_s:
+                    raise DiskTrouble(
+                        f"{text}; gave up after {waited:.0f} s. Free the disk, then start again with --resume."
+                    ) from error
+                self.log.error("%s; trying again for %.0f s", text, self.limit_s - waited)
+                self.on_wait()
+                time.sleep(AGAIN_S)
 
 
 def mark_done(run_dir: Path, adapter: Path, report: dict[str, Any]) -> None:
     """Leave the final adapter under a fixed name, then done.json: success is this file, never an exit code."""
     final = run_dir / "adapter"
-    aside = run_dir / f".adapter.{os.getpid()}"
-    shutil.copytree(adapter, aside)
-    aside.rename(final)
+    shutil.rmtree(final, ignore_errors=True)
+    write_folder(final, lambda aside: copy_files(adapter, aside))
     write_json(run_dir / DONE, report)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder's files into one that is there. Raises OSError."""
+    shutil.copytree(source, target, dirs_exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from splitgrpo import models
-from splitgrpo.adapters import POINTER, Adapter, AdapterError, Pointer, read_adapter, read_pointer
+from splitgrpo.adapters import POINTER, Adapter, AdapterError, read_pointer
 from splitgrpo.client import GroupClient, make_hello
 from splitgrpo.config import (
     PeerTimeout,
@@ -21,13 +21,17 @@ from splitgrpo.config import (
 )
 from splitgrpo.engines.base import Completion, Sampling
 from splitgrpo.engines.hf import HFEngine
+from splitgrpo.keys import read_curve
 from splitgrpo.process import StopFlag
+from splitgrpo.reload import Failures, read_newest
 from splitgrpo.rollout import Group, Rollout
 from splitgrpo.scoring import Score
 from splitgrpo.transport import read_key
+from splitgrpo.wire import Reason
 
 SAY_EVERY_S = 10.0
 RETRY_S = 0.5
+FINISHED_S = 30.0  # a learner that goes on with a finished run, started with this sampler, may take so long to say so
 
 
 class Sampler:
@@ -42,7 +46,9 @@ class Sampler:
         self.sampling = Sampling(
             settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens
         )
-        self.failures = 0
+        self.started = time.monotonic()
+        self.num_replaced = self._in_row = 0
+        self.failures = Failures(settings.reload_failures, log)
         self.want_ref = effective_kl_coef(settings) > 0
         models.check_model_path(settings.model_path)
         device = models.pick_device(settings.device, log)
@@ -61,6 +67,7 @@ class Sampler:
             wait_timeout_s=settings.wait_timeout_s,
             check_stop=stop.raise_if_set,
             log=log,
+            curve=read_curve(settings.curve_key, "sampler"),
         )
 
     # -- adapters -------------------------------------------------------------------------------------------------------
@@ -84,6 +91,8 @@ class Sampler:
 
     def _looked_for(self) -> str:
         path = self.run_dir / POINTER
+        if path.exists():
+            return f"{path} names no such version that can be loaded, or a run that is finished"
         if not self.run_dir.is_dir():
             return f"{path} is not there, nor is the folder"
         if (self.run_dir / "adapter_config.json").exists():
@@ -94,40 +103,43 @@ class Sampler:
         try:
             pointer = read_pointer(self.run_dir)
             if pointer is not None and pointer.done:
+                if time.monotonic() - self.started < FINISHED_S:
+                    return None
                 raise SettingsError(
-                    f"the run in --lora_path {self.run_dir} is finished ({pointer.version} steps)"
+                    f"the run in --lora_path {self.run_dir} is finished ({pointer.version} steps): start the learner with "
+                    "--resume and more --max_steps to go on with it"
                 )
-            return read_adapter(self.run_dir, pointer) if pointer else None
+            return read_newest(self.run_dir)
         except AdapterError as error:
             self._count_failure(error)
             return None
 
-    def reload_adapter(self, min_version: int) -> None:
-        """Load the adapter that latest.json names if it is newer; it must be of at least `min_version`.
+    def reload_adapter(self, least: tuple[int, int]) -> None:
+        """Load the adapter that latest.json names if it is newer; it must be of at least (lineage, version) `least`.
 
         A damaged one is tried again; the old one stays in use meanwhile, and the sampler ends after --reload_failures.
+        Raises Stopped, PeerTimeout, SettingsError.
         """
-        self._wait_for(lambda: self._reload(min_version), f"adapter version {min_version}")
+        self._wait_for(lambda: self._reload(least), f"adapter version {least[1]}")
 
-    def _reload(self, min_version: int) -> bool | None:
+    def _reload(self, least: tuple[int, int]) -> bool | None:
         self.client.bump("reloading the adapter")
-        held = self.adapter.pointer
         try:
-            pointer = read_pointer(self.run_dir)
-            if pointer is not None and is_newer(pointer, held):
-                adapter = read_adapter(self.run_dir, pointer)
+            adapter = read_newest(self.run_dir, self.adapter)
+            if adapter is not None:
                 self.engine.install(adapter)
-                self.adapter, self.failures = adapter, 0
+                self.adapter = adapter
+            self.failures.clear(self.adapter.pointer.folder)
         except AdapterError as error:
             self._count_failure(error)
-        return True if self.adapter.pointer.version >= min_version else None
+        pointer = self.adapter.pointer
+        return True if (pointer.lineage, pointer.version) >= least else None
 
     def _count_failure(self, error: AdapterError) -> None:
-        self.failures += 1
-        limit = self.settings.reload_failures
-        self.log.warning("adapter not loaded (%d of at most %d): %s", self.failures, limit, error)
-        if self.failures >= limit:
-            raise SettingsError(f"{limit} adapters in a row could not be loaded; last: {error}")
+        if self.failures.count(error) >= self.settings.reload_failures:
+            raise SettingsError(
+                f"{self.failures.num} reloads of the adapter in a row failed (--reload_failures); last: {error}"
+            ) from error
 
     # -- rounds ---------------------------------------------------------------------------------------------------------
 
@@ -136,10 +148,10 @@ class Sampler:
 
         Returns how many; they start at `next_seq`. Raises RunFinished, Stopped, PeerTimeout, SettingsError.
         """
-        num_groups, min_version = self.client.wait_grant(
+        num_groups, least = self.client.wait_grant(
             self.settings.batch_size // self.settings.group_size
         )
-        self.reload_adapter(min_version)
+        self.reload_adapter(least)
         return num_groups
 
     @property
@@ -154,7 +166,7 @@ class Sampler:
 
         def on_token() -> None:
             self.stop.raise_if_set()
-            self.client.bump("sampling")
+            self.client.bump(f"sampling, {self._in_row} groups replaced in a row")
 
         out = self.engine.generate(
             prompts, self.settings.group_size, self.sampling, seed=seed, on_token=on_token
@@ -162,15 +174,23 @@ class Sampler:
         num_tokens = sum(len(c.token_ids) for group in out for c in group)
         took = time.monotonic() - started
         self.log.info(
-            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d",
+            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d; %d groups replaced so far",
             len(prompts) * self.settings.group_size, num_tokens, took, num_tokens / took,
-            self.adapter.pointer.version,
+            self.adapter.pointer.version, self.num_replaced,
         )  # fmt: skip
         return out
 
     def responses(self, completions: Sequence[Completion], prefix: str) -> list[str]:
         """Text to score: what the template put into the model's mouth, and what it generated."""
         return [prefix + self.engine.decode(c.token_ids) for c in completions]
+
+    def is_to_be_replaced(self, scores: Sequence[Score]) -> bool:
+        """True for a group whose rewards are all equal; never for more than --dynamic_sampling of them in a row."""
+        equal = len({score.reward for score in scores}) == 1
+        replaced = equal and self._in_row < self.settings.dynamic_sampling
+        self._in_row = self._in_row + 1 if replaced else 0
+        self.num_replaced += replaced
+        return replaced
 
     def send(
         self,
@@ -202,18 +222,15 @@ class Sampler:
         )
         return self.client.send(group)
 
+    def drop(self, seq: int, reason: Reason) -> bool:
+        """Say that the group of a sequence number is not sent, and why. Returns as `send` does."""
+        pointer = self.adapter.pointer
+        return self.client.drop(seq, (pointer.lineage, pointer.version), reason)
+
 
 def round_seed(*numbers: int) -> int:
     """One 63-bit seed from several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
-
-
-def is_newer(pointer: Pointer, held: Pointer) -> bool:
-    """True for a later version of the same run; weights that were rolled back by a crash come back as a new lineage."""
-    return pointer.run_id == held.run_id and (pointer.lineage, pointer.version) > (
-        held.lineage,
-        held.version,
-    )
 
 
 def make_rollout(

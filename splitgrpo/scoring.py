@@ -1,16 +1,16 @@
-"""Calls the user's reward_function and checks what it returns, so that a fault in it is seen and not trained on."""
+"""Scores completions with the user's reward_function, so that no fault in it harms the run or is trained on."""
 
 import logging
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from splitgrpo.config import SettingsError
+from splitgrpo.reward_child import BadResult, check_count
+from splitgrpo.reward_process import RewardFault, RewardProcess, locate
 
-MAX_ERRORS_IN_ROW = 10
-MAX_PARTS, MAX_PART_CHARS = 64, 100  # what the learner takes
-MAX_VALUE = 1e30  # far above it a reward is infinite in float32
+MAX_FAILURES_IN_ROW = 10  # groups
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class Score:
 
 
 class Scorer:
-    """Scores completions.
+    """Scores groups of completions; reward_function runs in a child process that is replaced after a fault.
 
-    A call that raises, or returns a NaN or a value beyond MAX_VALUE, counts as 0 for that completion, is counted and logged.
+    A group is dropped as a whole when one of its calls fails: without one of its rewards it has no baseline. For one thread,
+    as `RewardProcess` is.
     """
 
     def __init__(
@@ -33,75 +34,76 @@ class Scorer:
         reward_function: Callable[[str, str], Mapping[str, Any]],
         check_answer: Callable[[str, str], bool],
         log: logging.Logger,
+        *,
+        timeout_s: float,
+        on_wait: Callable[[], None],
     ) -> None:
-        self.reward_function, self.check_answer, self.log = reward_function, check_answer, log
-        self.errors = 0
-        self._in_row = 0
+        """Start the child, which imports the function while other work goes on; the first group waits for it.
 
-    def score_group(self, responses: list[str], ground_truth: str) -> list[Score]:
+        `timeout_s` is for one completion. `on_wait` is called at least every 0.2 s in any wait and may raise Stopped.
+        Raises SettingsError for a function that cannot be imported by name.
+        """
+        self.check_answer, self.log, self.timeout_s = check_answer, log, timeout_s
+        self.failures = 0  # groups dropped so far
+        self._in_row = 0
+        self._seen: Counter[str] = Counter()
+        self._on_wait = on_wait
+        self._process = RewardProcess(locate(reward_function), on_wait)
+
+    def score_group(self, responses: list[str], ground_truth: str) -> list[Score] | None:
         """Score the completions of one prompt; all get the same part names, absent ones are 0.0.
 
-        Raises SettingsError when reward_function does not return a dict with `reward`, names parts that cannot be
-        sent, or fails MAX_ERRORS_IN_ROW times in a row.
+        None: the group has to be dropped, because a call raised, took longer than timeout_s, ended its process or returned
+        no mapping of finite numbers with a `reward`. Raises SettingsError after MAX_FAILURES_IN_ROW such groups in a row, or
+        when the function's module cannot be imported, and what on_wait raises. An exception of `check_answer` is not caught.
         """
-        scores = [self.score(text, ground_truth) for text in responses]
-        names = list(dict.fromkeys(name for s in scores for name in s.parts))
-        check_names(names)
-        return [Score(s.reward, {n: s.parts.get(n, 0.0) for n in names}, s.correct) for s in scores]
-
-    def score(self, response: str, ground_truth: str) -> Score:
-        """Score one completion. An exception of `check_answer` is no fault of the reward and is not caught."""
-        correct = bool(self.check_answer(response, ground_truth))
-        try:
-            result = self.reward_function(response, ground_truth)
-        except Exception as error:
-            self._count(f"reward_function raised {error!r}", response, exc_info=True)
-            return Score(0.0, {}, correct)
-        if not isinstance(result, Mapping) or "reward" not in result:
-            raise SettingsError(
-                f"reward_function in utils.py returned {result!r}; it must return a dict that holds 'reward', such as "
-                '{"reward": 1.0}'
+        self._on_wait()
+        if self._process.ended():
+            self.log.info(
+                "reward_function gets a new process, its last one %s", self._process.how_it_ended()
             )
+            self._process.kill()
+            self._process = RewardProcess(self._process.target, self._on_wait)
+        results = []
         try:
-            values = {name: float(value) for name, value in result.items()}
-        except (TypeError, ValueError) as error:
-            raise SettingsError(
-                f"reward_function in utils.py returned {result!r}: every value must be a number"
-            ) from error
-        if not all(math.isfinite(v) and abs(v) <= MAX_VALUE for v in values.values()):
-            self._count(f"reward_function returned {result!r}", response)
-            return Score(0.0, {}, correct)
+            for text in responses:
+                self._on_wait()
+                results.append(self._process.call(text, ground_truth, self.timeout_s))
+            names = list(dict.fromkeys(name for r in results for name in r if name != "reward"))
+            check_count(dict.fromkeys(names, 0.0))
+        except RewardFault as fault:
+            self._count(fault.kind, fault.text, responses[len(results)])
+            return None
+        except BadResult as error:
+            self._count("returned no reward", f"in one group it returned {error}", responses[-1])
+            return None
         self._in_row = 0
-        reward = values.pop("reward")
-        return Score(reward, values, correct)
+        return [
+            Score(
+                r["reward"],
+                {n: r.get(n, 0.0) for n in names},
+                bool(self.check_answer(text, ground_truth)),
+            )
+            for text, r in zip(responses, results, strict=True)
+        ]
 
-    def _count(self, what: str, response: str, exc_info: bool = False) -> None:
-        self.errors += 1
+    def close(self) -> None:
+        """End the child, within 2 s whatever user code does."""
+        self._process.close()
+
+    def _count(self, kind: str, text: str, response: str) -> None:
+        self.failures += 1
         self._in_row += 1
-        if self._in_row >= MAX_ERRORS_IN_ROW:
+        self._seen[kind] += 1
+        count = self._seen[kind]
+        if self._in_row >= MAX_FAILURES_IN_ROW:
             raise SettingsError(
-                f"{what}, the {self._in_row}th time in a row; last response: {response[:200]!r}. Mend reward_function "
-                "in utils.py."
+                f"reward_function failed on {self._in_row} groups in a row; the last time it {kind}: {text}\nResponse: "
+                f"{response[:200]!r}. Mend reward_function in utils.py; --reward_timeout_s gives a slow one more time."
             )
-        self.log.warning(
-            "%s (%d so far; counted as reward 0) on %r",
-            what, self.errors, response[:200], exc_info=exc_info,
-        )  # fmt: skip
-
-
-def check_names(names: list[Any]) -> None:
-    """Refuse reward parts that the learner would not take. Raises SettingsError."""
-    for name in names:
-        if (
-            not isinstance(name, str)
-            or not name.isprintable()
-            or not 1 <= len(name) <= MAX_PART_CHARS
-        ):
-            raise SettingsError(
-                f"reward_function in utils.py returned a part named {str(name)[:MAX_PART_CHARS]!r} ({type(name).__name__}): "
-                f"names are printable text of at most {MAX_PART_CHARS} characters"
+        if count == 1:
+            self.log.warning(
+                "reward_function %s (this group is dropped) on %r: %s", kind, response[:200], text
             )
-    if len(names) > MAX_PARTS:
-        raise SettingsError(
-            f"reward_function in utils.py returned {len(names)} parts for one group, allowed are {MAX_PARTS}"
-        )
+        elif count == 10 ** (len(str(count)) - 1):
+            self.log.warning("reward_function %s on %d groups so far", kind, count)

@@ -1,8 +1,4 @@
-"""The learner's end of the transport: admits samplers, grants credit, receives groups. Imports no torch.
-
-Credit keeps staleness bounded at its source: at policy version v at most (max_staleness + 1 + v) * groups_per_step groups
-are ever accepted or under way, counted over the run.
-"""
+"""The learner's end of the transport: admits samplers, tells them their credit, receives groups. Imports no torch."""
 
 import collections
 import logging
@@ -11,55 +7,51 @@ import time
 
 import zmq
 
-from splitgrpo.admission import Peer, ServerPlan, refusal
+from splitgrpo import wire
+from splitgrpo.admission import ForeignGroup, Peer, ServerPlan, check_origin, refusal
+from splitgrpo.arrivals import Dropped, GroupQueue, Trained
 from splitgrpo.config import SettingsError
+from splitgrpo.credit import Credit
+from splitgrpo.keys import Curve
 from splitgrpo.process import port_holder
-from splitgrpo.rollout import Group, RolloutError
+from splitgrpo.rollout import RolloutError
 from splitgrpo.transport import SocketThread
-from splitgrpo.wire import (
-    Ack,
-    Bye,
-    Grant,
-    GroupHeader,
-    Heartbeat,
-    Hello,
-    Message,
-    MessageError,
-    Refuse,
-    Request,
-    Welcome,
-    settings_hash,
-    unpack_group,
-)
 
-SILENT_S = 15.0  # a sampler beats every HEARTBEAT_S; one that was killed says no goodbye
+SILENT_S = 5.0  # a sampler beats every HEARTBEAT_S; one that was killed says no goodbye
+ASK_AGAIN_S = 0.5  # what is lost on the way is asked for once in so long
 
 
 class GroupServer(SocketThread):
     """Receives groups on a thread of its own; `take` hands them out in order of arrival."""
 
     def __init__(
-        self, host: str, port: int, key: bytes, plan: ServerPlan, log: logging.Logger
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        plan: ServerPlan,
+        log: logging.Logger,
+        curve: Curve | None = None,
     ) -> None:
         """Bind the port. Raises SettingsError when it is taken, naming who holds it where that can be seen."""
-        super().__init__(zmq.ROUTER, key, log, "group-server")
+        super().__init__(zmq.ROUTER, key, log, "group-server", curve)
         self.plan = plan
-        self.next_seq = dict(plan.next_seq)
+        self.next_seq = dict(plan.cursor)  # of every sampler that was ever here
+        self.committed = dict(plan.cursor)
         self.boot_id = secrets.token_hex(8)
-        self.version = plan.start_version
-        self.accepted = plan.start_version * plan.groups_per_step
-        self.dropped: collections.Counter[str] = collections.Counter()
-        self.peers: dict[int, Peer] = {}
+        trained = plan.start_version * plan.groups_per_step
+        self.credit = Credit(plan, plan.start_version, accepted=trained, lost=plan.lost)
+        self.peers = self.credit.peers
         self._digests: dict[int, str] = {}  # of what this learner published
         self.progress = 0
         self.last_progress = time.monotonic()
-        self._queue: collections.deque[tuple[Group, bytes]] = collections.deque()
-        self._arrivals: list[tuple[GroupHeader, bytes]] = []
-        self._settings_hash = settings_hash(plan.settings)
+        self._queue = GroupQueue(plan.cursor)
+        self._queue.dropped.update(plan.dropped)
+        self._arrivals: list[tuple[wire.GroupHeader, bytes]] = []
+        self._settings_hash = wire.settings_hash(plan.settings)
         try:
-            self._socket.bind(f"tcp://{host}:{port}")
+            self.bind(host, port)
         except zmq.ZMQError as error:
-            self._socket.close()
             raise SettingsError(
                 f"cannot listen on {host}:{port} ({error.strerror}){port_holder(port)}. End that process, or give "
                 "another --port to both workers."
@@ -68,10 +60,8 @@ class GroupServer(SocketThread):
 
     # -- called by the learner's main thread ------------------------------------------------------------------------
 
-    def take(
-        self, num_groups: int, version: int, timeout_s: float
-    ) -> list[tuple[Group, bytes]] | None:
-        """Return `num_groups` groups with their wire bytes, oldest first, or None if they did not come in time.
+    def take(self, num_groups: int, version: int, timeout_s: float) -> list[Trained] | None:
+        """Return `num_groups` groups, oldest first, or None if they did not come in time.
 
         A group that is more than max_staleness versions older than `version` is dropped whole and counted.
         """
@@ -81,14 +71,51 @@ class GroupServer(SocketThread):
             while True:
                 self.raise_if_failed()
                 self._drop_stale(version)
-                if len(self._queue) >= num_groups:
-                    return [self._queue.popleft() for _ in range(num_groups)]
+                if (taken := self._queue.take(num_groups)) is not None:
+                    return taken
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return None
                 self.lock.wait(remaining)
 
-    def take_arrivals(self) -> list[tuple[GroupHeader, bytes]]:
+    @property
+    def version(self) -> int:
+        """Policy version that was published last."""
+        return self.credit.version
+
+    @property
+    def lost(self) -> int:
+        """Groups that were granted and will not come, or came from weights that were rolled back; see credit.py."""
+        return self.credit.lost
+
+    @property
+    def dropped(self) -> collections.Counter[str]:
+        """Groups that had a step passed over them, by reason."""
+        return self._queue.dropped
+
+    def take_fates(self) -> list[Dropped]:
+        """What was dropped since the last call, in the order of arrival."""
+        with self.lock:
+            return self._queue.take_fates()
+
+    def cursor(self) -> dict[int, int]:
+        """{sampler: sequence number of its first group without a fate}; changes in `take` and `finish` only."""
+        return dict(self._queue.cursor)
+
+    def commit(self, cursor: dict[int, int]) -> None:
+        """A checkpoint holds what became of every group below `cursor`: the samplers may forget them."""
+        with self.lock:
+            self.committed = cursor
+            for sampler_id, peer in self.peers.items():
+                self.post(peer.identity, wire.Commit(seq=cursor.get(sampler_id, 0)))
+
+    def finish(self) -> None:
+        """No more steps: what still waits is dropped as unused, what was granted and has not come is lost."""
+        with self.lock:
+            self.credit.settle()
+            self._queue.finish()
+
+    def take_arrivals(self) -> list[tuple[wire.GroupHeader, bytes]]:
         """What was accepted since the last call, in order of arrival, as received; empty unless plan.journal."""
         with self.lock:
             arrivals, self._arrivals = self._arrivals, []
@@ -97,8 +124,10 @@ class GroupServer(SocketThread):
     def set_version(self, version: int, adapter_digest: str) -> None:
         """Tell the samplers that adapter `version` is published; raises the credit."""
         with self.lock:
-            self.version = version
+            self.credit.version = version
             self._digests[version] = adapter_digest
+            oldest = version - self.plan.max_staleness  # what came before is dropped as stale
+            self._digests = {v: d for v, d in self._digests.items() if v >= oldest}
             self._grant()
 
     def bump(self) -> None:
@@ -115,19 +144,13 @@ class GroupServer(SocketThread):
     def describe(self) -> str:
         """One phrase on what the samplers do, for a log line while waiting."""
         with self.lock:
-            if not self.peers:
-                return "no sampler has connected yet"
-            now = time.monotonic()
-            return "; ".join(
-                f"sampler {i}: {p.status or 'connected'}, last heard {now - p.last_seen:.0f} s ago"
-                for i, p in sorted(self.peers.items())
-            )
+            return self.credit.describe()
 
     def close(self, *, finished: bool, reason: str) -> None:
         """Say goodbye to every sampler and free the port."""
         with self.lock:
             for peer in self.peers.values():
-                bye = Bye(sampler_id=0, session=self.boot_id, finished=finished, reason=reason)
+                bye = wire.Bye(sampler_id=0, session=self.boot_id, finished=finished, reason=reason)
                 self.post(peer.identity, bye)
         self.stop()
 
@@ -136,142 +159,148 @@ class GroupServer(SocketThread):
     def on_tick(self) -> None:
         """Heartbeat to every sampler; those that are gone are let go."""
         self._forget_the_gone()
-        beat = Heartbeat(
-            sampler_id=0,
-            session=self.boot_id,
-            progress=self.progress,
-            status=f"version {self.version}",
-        )
+        beat = wire.Heartbeat(
+            sampler_id=0, session=self.boot_id, next_seq=0, discarded=0,
+            progress=self.progress, status=f"version {self.version}",
+        )  # fmt: skip
         for peer in self.peers.values():
             self.post(peer.identity, beat)
 
-    def on_message(self, identity: bytes, message: Message, blob: bytes, payload: bytes) -> None:
+    def on_message(
+        self, identity: bytes, message: wire.Message, blob: bytes, payload: bytes
+    ) -> None:
         """Route one signed message; all but a hello need a session that was welcomed."""
-        if isinstance(message, Hello):
+        if isinstance(message, wire.Hello):
             self._welcome(identity, message)
             return
-        if not isinstance(message, Request | Heartbeat | GroupHeader | Bye):
-            raise MessageError(f"a sampler does not send {type(message).__name__}")
+        if not isinstance(
+            message, wire.Request | wire.Heartbeat | wire.GroupHeader | wire.GroupDropped | wire.Bye
+        ):
+            raise wire.MessageError(f"a sampler does not send {type(message).__name__}")
         peer = self.peers.get(message.sampler_id)
         if peer is None or peer.session != message.session:
-            self.post(identity, Refuse(reason="unknown session: say hello", retry=True))
+            self.invalid["unknown session"] += 1
+            self.post(identity, wire.Refuse(reason="unknown session: say hello", retry=True))
             return
         peer.identity, peer.last_seen = identity, time.monotonic()
-        if isinstance(message, Request):
-            peer.wanted = message.num_groups
+        if isinstance(message, wire.Request):
+            peer.wanted, peer.sent = message.num_groups, message.next_seq
+            if peer.granted_to > peer.sent:
+                self._post_grant(peer)  # the first one was lost
             self._grant()
-        elif isinstance(message, Heartbeat):
-            if message.progress > peer.progress:
-                peer.progress, peer.last_progress = message.progress, time.monotonic()
-                self.last_progress = peer.last_progress
-            peer.status = message.status
-        elif isinstance(message, GroupHeader):
+        elif isinstance(message, wire.Heartbeat):
+            self.credit.hear(peer, message)
+            self.last_progress = max(self.last_progress, peer.last_progress)
+            if peer.sent > peer.next_seq:
+                self._ask_again(peer, message.sampler_id)
+        elif isinstance(message, wire.GroupHeader | wire.GroupDropped):
             self._receive_group(peer, message, blob, payload)
         else:
-            self.log.info("sampler %d left: %s", message.sampler_id, message.reason)
-            del self.peers[message.sampler_id]
+            left = "sampler %d left: %s"
+            self.peer_log.say(logging.INFO, left, message.sampler_id, message.reason)
+            self.credit.leave(message.sampler_id)
             self._grant()
 
     def _forget_the_gone(self) -> None:
         """Take back the credit of samplers that died or hang, or the living would wait for it for ever."""
         now = time.monotonic()
-        for sampler_id, peer in list(self.peers.items()):
-            idle_s = max(
-                now - peer.last_progress - self.plan.peer_timeout_s, now - peer.last_seen - SILENT_S
-            )
-            if idle_s > 0:
-                self.log.warning(
-                    "sampler %d is gone (last heard %.0f s ago, last at work %.0f s ago): its %d groups are granted again",
-                    sampler_id, now - peer.last_seen, now - peer.last_progress, peer.outstanding,
-                )  # fmt: skip
-                del self.peers[sampler_id]
+        for sampler_id, peer in self.credit.silent(SILENT_S):
+            self.peer_log.say(
+                logging.WARNING,
+                "sampler %d is gone (last heard %.0f s ago, last at work %.0f s ago): its %d groups are granted again",
+                sampler_id, now - peer.last_seen, now - peer.last_progress, peer.outstanding,
+            )  # fmt: skip
+            self.credit.leave(sampler_id)
         self._grant()
 
-    def _welcome(self, identity: bytes, hello: Hello) -> None:
+    def _welcome(self, identity: bytes, hello: wire.Hello) -> None:
         old = self.peers.get(hello.sampler_id)
-        refused = refusal(self.plan, hello, old)
+        refused = refusal(self.plan, hello, old, self.next_seq)
         if refused is not None:
             self.post(identity, refused)
-            self.log.warning("sampler %d refused: %s", hello.sampler_id, refused.reason)
+            self.invalid["hello refused"] += 1
+            text = "sampler %d refused: %s"
+            self.peer_log.say(logging.WARNING, text, hello.sampler_id, refused.reason)
             return
-        next_seq = old.next_seq if old else self.next_seq.get(hello.sampler_id, 0)
-        self.next_seq[hello.sampler_id] = next_seq
-        self.peers[hello.sampler_id] = Peer(identity, hello.session, next_seq)
-        if old is None:
-            self.log.info("sampler %d joined, goes on from group %d", hello.sampler_id, next_seq)
-        welcome = Welcome(next_seq=next_seq, policy_version=self.version, boot_id=self.boot_id)
-        self.post(identity, welcome)
+        next_seq = self.next_seq.setdefault(hello.sampler_id, 0)
+        peer = Peer(identity, hello.session, next_seq)
+        if self.credit.enter(hello.sampler_id, peer):
+            joined = "sampler %d joined, goes on from group %d"
+            self.peer_log.say(logging.INFO, joined, hello.sampler_id, next_seq)
+        self._post_welcome(peer, hello.sampler_id)
         self.last_progress = time.monotonic()
 
-    def _receive_group(self, peer: Peer, header: GroupHeader, blob: bytes, payload: bytes) -> None:
-        if header.seq < peer.next_seq:  # a repeat after a reconnect: it is with us already
-            self.post(peer.identity, Ack(seq=peer.next_seq - 1))
+    def _post_welcome(self, peer: Peer, sampler_id: int) -> None:
+        peer.asked_at, peer.waiting = time.monotonic(), False
+        welcome = wire.Welcome(
+            next_seq=peer.next_seq,
+            committed=self.committed.get(sampler_id, 0),
+            lineage=self.plan.lineage,
+            start_version=self.plan.start_version,
+            boot_id=self.boot_id,
+        )
+        self.post(peer.identity, welcome)
+
+    def _ask_again(self, peer: Peer, sampler_id: int) -> None:
+        if not peer.waiting and time.monotonic() - peer.asked_at > ASK_AGAIN_S:
+            self._post_welcome(peer, sampler_id)
+
+    def _receive_group(
+        self, peer: Peer, header: wire.GroupHeader | wire.GroupDropped, blob: bytes, payload: bytes
+    ) -> None:
+        if header.seq > peer.next_seq:  # one before it was lost on the way
+            self._ask_again(peer, header.sampler_id)
+        if header.seq != peer.next_seq:  # or it is with us already
             return
-        if header.seq > peer.next_seq:  # a gap: ask for what is missing
-            welcome = Welcome(
-                next_seq=peer.next_seq, policy_version=self.version, boot_id=self.boot_id
-            )
-            self.post(peer.identity, welcome)
+        if peer.outstanding == 0 and self.credit.room() <= 0:
+            # Made before a restart of one of us: asked for again when there is room.
+            peer.waiting, peer.sent = True, max(peer.sent, header.seq + 1)
             return
-        peer.outstanding = max(0, peer.outstanding - 1)
         peer.next_seq += 1
         self.next_seq[header.sampler_id] = peer.next_seq
         self.last_progress = time.monotonic()
-        self.post(peer.identity, Ack(seq=header.seq))
-        try:
-            group = unpack_group(header, blob)
-            self._admit(group, header)
-        except (MessageError, RolloutError) as error:
-            self.dropped["invalid"] += 1
-            self.log.warning("group %d:%d dropped: %s", header.sampler_id, header.seq, error)
+        if isinstance(header, wire.GroupDropped):
+            reason: str | None = header.reason
         else:
-            self.accepted += 1
-            self._queue.append((group, payload))
-            if self.plan.journal:
-                self._arrivals.append((header, blob))
+            reason = self._line_up(header, blob, payload)
+        if reason is not None:
+            self._queue.drop(header.sampler_id, header.seq, reason)
         self._grant()
 
-    def _admit(self, group: Group, header: GroupHeader) -> None:
-        plan = self.plan
-        if header.run_id != plan.run_id or header.settings_hash != self._settings_hash:
-            raise MessageError("of another run or made under other settings")
-        if group.lineage != plan.lineage and group.policy_version > plan.start_version:
-            raise MessageError(
-                f"sampled by version {group.policy_version} of lineage {group.lineage}, whose weights were "
-                f"rolled back to version {plan.start_version}"
-            )
-        if group.policy_version > self.version:
-            raise MessageError(
-                f"version {group.policy_version} is not published yet (at {self.version})"
-            )
-        if self._digests.get(group.policy_version, group.adapter_digest) != group.adapter_digest:
-            raise MessageError(
-                f"sampled with adapter {group.adapter_digest[:12]}…, which is not version {group.policy_version}"
-            )
-        if self._capacity() <= 0:
-            raise MessageError("sent without credit")
-        plan.check_group(group)
-
-    def _capacity(self) -> int:
-        plan = self.plan
-        steps = min(self.version + plan.max_staleness + 1, plan.max_steps)
-        limit = steps * plan.groups_per_step
-        return limit - self.accepted - sum(p.outstanding for p in self.peers.values())
+    def _line_up(self, header: wire.GroupHeader, blob: bytes, payload: bytes) -> str | None:
+        """Check one group and put it in line; returns why it is dropped instead."""
+        try:
+            check_origin(self.plan, header, self._settings_hash, self.version, self._digests)
+            group = wire.unpack_group(header, blob)
+            self.plan.check_group(group)
+        except (ForeignGroup, wire.MessageError, RolloutError) as error:
+            dropped = "group %d:%d dropped: %s"
+            self.peer_log.say(logging.WARNING, dropped, header.sampler_id, header.seq, str(error))
+            return "foreign" if isinstance(error, ForeignGroup) else "malformed"
+        self.credit.accepted += 1
+        self._queue.put(group, payload)
+        if self.plan.journal:
+            self._arrivals.append((header, blob))
+        return None
 
     def _grant(self) -> None:
-        for peer in self.peers.values():
-            num = min(peer.wanted, self._capacity())
-            if num > 0:
-                peer.wanted = 0
-                peer.outstanding += num
-                self.post(peer.identity, Grant(num_groups=num, policy_version=self.version))
+        for sampler_id, peer in self.credit.share():
+            if peer.waiting:
+                self._post_welcome(peer, sampler_id)
+            if peer.granted_to > peer.sent:
+                self._post_grant(peer)
+
+    def _post_grant(self, peer: Peer) -> None:
+        peer.wanted = 0
+        grant = wire.Grant(
+            first=peer.sent, num_groups=peer.granted_to - peer.sent,
+            lineage=self.plan.lineage, policy_version=self.version,
+        )  # fmt: skip
+        self.post(peer.identity, grant)
 
     def _drop_stale(self, version: int) -> None:
         oldest = version - self.plan.max_staleness
-        kept = [item for item in self._queue if item[0].policy_version >= oldest]
-        if num := len(self._queue) - len(kept):
-            self._queue = collections.deque(kept)
-            self.dropped["stale"] += num
-            self.accepted -= num
+        if num := self._queue.expire(oldest):
+            self.credit.accepted -= num
             self.log.warning("%d groups dropped: sampled by a version before %d", num, oldest)
             self._grant()

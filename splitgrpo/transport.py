@@ -7,7 +7,6 @@ killed receiver never gets.
 
 import collections
 import logging
-import os
 import secrets
 import socket
 import stat
@@ -16,20 +15,35 @@ import time
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from splitgrpo.config import SettingsError
-from splitgrpo.wire import MAX_MESSAGE_BYTES, Header, Message, MessageError, seal, unseal
+from splitgrpo.files import write_text
+from splitgrpo.keys import Curve, Doorkeeper, secure
+from splitgrpo.wire import MAX_MESSAGE_BYTES, Header, Message, MessageError, printable, seal, unseal
 
 HEARTBEAT_S = 1.0
 LINGER_MS = 1000  # zeromq's default is to hang for ever at exit
+HANDSHAKE_MS = 15_000  # a connection that has not said who it is by then is closed
+# Messages of one peer held in memory unread; the rest waits in its TCP buffers. zeromq's default of 1000 would let a
+# stranger fill 64 GB before the first of them is looked at.
+UNREAD_MESSAGES = 16
+MAX_KINDS = 60  # of refusals that are counted apart
+HANDSHAKE_ADVICE = "it refuses the handshake: give both workers the --curve_key files that were made together, or neither"
+LINES_AT_ONCE, SECONDS_A_LINE = 40, 2.0  # of the log, about what peers sent
+HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 def make_key(path: Path) -> bytes:
     """Read the run's signing key, or make one that only its owner can read. The learner calls this."""
     if not path.exists():
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32))
+        write_text(path, secrets.token_hex(32), mode=0o600)
     return read_key(path)
 
 
@@ -50,6 +64,28 @@ def read_key(path: Path) -> bytes:
     return key
 
 
+class LogBudget:
+    """Lines about what peers do: LINES_AT_ONCE of them, then one in SECONDS_A_LINE; no peer can fill the disk."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.log = log
+        self.left_out = 0
+        self._next = time.monotonic() - LINES_AT_ONCE * SECONDS_A_LINE
+
+    def say(self, level: int, text: str, *args: object) -> None:
+        """Log a line, or count it as left out. Text from peers among `args` is escaped and cut."""
+        now = time.monotonic()
+        self._next = max(self._next, now - LINES_AT_ONCE * SECONDS_A_LINE)
+        if self._next > now:
+            self.left_out += 1
+            return
+        self._next += SECONDS_A_LINE
+        if self.left_out:
+            text, args = text + " (%d other lines left out)", (*args, self.left_out)
+            self.left_out = 0
+        self.log.log(level, text, *(printable(a) if isinstance(a, str) else a for a in args))
+
+
 class SocketThread:
     """Owns a socket: receives, checks and hands over messages, sends what others queue.
 
@@ -57,10 +93,21 @@ class SocketThread:
     threads under `self.lock`, a Condition that is notified after every change.
     """
 
-    def __init__(self, socket_type: int, key: bytes, log: logging.Logger, name: str) -> None:
+    def __init__(
+        self,
+        socket_type: int,
+        key: bytes,
+        log: logging.Logger,
+        name: str,
+        curve: Curve | None = None,
+    ) -> None:
+        """Make a socket that is not bound or connected yet; with `curve` it is encrypted."""
         self.lock = threading.Condition()
         self.log = log
+        self.peer_log = LogBudget(log)
         self.key = key
+        self.handshake_error = ""  # of a sampler's last try to connect
+        self._peer, self._given_up, self._shaken = "", False, False
         self.invalid: collections.Counter[str] = collections.Counter()
         self.error: BaseException | None = None
         self._outbox: collections.deque[tuple[bytes, bytes]] = collections.deque()
@@ -71,6 +118,12 @@ class SocketThread:
         self._socket = self._context.socket(socket_type)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
+        self._doorkeeper: Doorkeeper | None = secure(self._socket, curve) if curve else None
+        self._handshakes: zmq.Socket | None = None
+        if socket_type == zmq.DEALER:
+            self._handshakes = self._socket.get_monitor_socket(HANDSHAKES)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- for subclasses, on the thread ---------------------------------------------------------------------------
@@ -82,6 +135,25 @@ class SocketThread:
     def on_tick(self) -> None:
         """Called every HEARTBEAT_S."""
         raise NotImplementedError
+
+    def bind(self, host: str, port: int) -> None:
+        """Listen there. Raises zmq.ZMQError, with everything closed."""
+        try:
+            self._socket.bind(self._endpoint(host, port))
+        except zmq.ZMQError:
+            self.close_sockets()
+            raise
+
+    def connect(self, host: str, port: int) -> None:
+        """Connect there; zeromq tries again until somebody listens."""
+        self._peer = self._endpoint(host, port)
+        self._socket.connect(self._peer)
+
+    def _endpoint(self, host: str, port: int) -> str:
+        if ":" not in host:
+            return f"tcp://{host}:{port}"
+        self._socket.setsockopt(zmq.IPV6, 1)
+        return f"tcp://[{host}]:{port}"
 
     # -- for anybody who holds self.lock --------------------------------------------------------------------------
 
@@ -107,6 +179,16 @@ class SocketThread:
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
 
+    def close_sockets(self) -> None:
+        """Free the port; for the thread, and for a constructor that fails before it is started."""
+        if self._handshakes is not None:
+            self._socket.disable_monitor()
+            self._handshakes.close()  # else the context would wait for it
+        self._socket.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.socket.close()
+        self._context.term()
+
     def raise_if_failed(self) -> None:
         """Raise in the caller what ended the thread: a hidden dead thread is a run that waits for ever."""
         if self.error is not None:
@@ -122,13 +204,16 @@ class SocketThread:
                 self.error = error
                 self.lock.notify_all()
         finally:
-            self._socket.close()
-            self._context.term()
+            self.close_sockets()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        if self._doorkeeper is not None:
+            poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        if self._handshakes is not None:
+            poller.register(self._handshakes, zmq.POLLIN)
         next_tick = time.monotonic()
         while True:
             wait_ms = int(max(0.0, next_tick - time.monotonic()) * 1000)
@@ -136,15 +221,43 @@ class SocketThread:
             if self._wake_out.fileno() in events:
                 self._wake_out.recv(4096)
             with self.lock:
+                if self._doorkeeper is not None and self._doorkeeper.socket in events:
+                    self._open_door(self._doorkeeper)
+                if self._handshakes is not None and self._handshakes in events:
+                    self._note_handshake(self._handshakes)
                 if self._socket in events:
                     self._receive()
                 if time.monotonic() >= next_tick:
+                    if self._given_up:
+                        self._connect_again()
                     self.on_tick()
                     next_tick = time.monotonic() + HEARTBEAT_S
                 self._flush()
                 self.lock.notify_all()
                 if self._stop:
                     return
+
+    def _open_door(self, doorkeeper: Doorkeeper) -> None:
+        if not doorkeeper.answer():
+            self.count_invalid("key not let in: a CURVE client with another key than the sampler's")
+
+    def _note_handshake(self, monitor: zmq.Socket) -> None:
+        event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+        if event == zmq.EVENT_DISCONNECTED and self._shaken:
+            self._shaken = False  # zeromq connects again by itself
+            return
+        # Without a handshake before it, it is the only sign of a service that speaks something else.
+        ok = self._shaken = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self.handshake_error, self._given_up = "" if ok else HANDSHAKE_ADVICE, not ok
+
+    def _connect_again(self) -> None:
+        """libzmq 4.3.5 gives a connection up for good after one failed handshake; the next learner may be the right one."""
+        try:
+            self._socket.disconnect(self._peer)
+        except zmq.ZMQError:
+            pass  # it has forgotten the address already
+        self._socket.connect(self._peer)
+        self._given_up = False
 
     def _receive(self) -> None:
         for _ in range(64):  # a flood of input must not starve the ticks
@@ -156,20 +269,25 @@ class SocketThread:
             body = frames[1:] if self._socket.type == zmq.ROUTER else frames
             try:
                 if len(body) != 1:
-                    raise MessageError(f"{len(body)} frames, expected 1")
+                    raise MessageError(f"wrong number of frames: {len(body)}, expected 1")
                 message, blob = unseal(self.key, body[0])
                 self.on_message(identity, message, blob, body[0])
             except MessageError as error:
                 self.count_invalid(str(error))
 
     def count_invalid(self, reason: str) -> None:
-        """Count a message that was thrown away; each kind is said aloud the first time and at powers of ten."""
-        kind = reason.split(":")[0][:80]
-        if len(self.invalid) >= 100 and kind not in self.invalid:
+        """Count a message that was thrown away; each kind is said aloud the first time and at powers of ten.
+
+        The kind is what stands before the first colon; what follows may come from the peer.
+        """
+        kind = printable(reason.split(":")[0], 60)
+        if len(self.invalid) >= MAX_KINDS and kind not in self.invalid:
             kind = "other"
         self.invalid[kind] += 1
         if str(self.invalid[kind]).strip("0") == "1":
-            self.log.warning("message dropped (%d so far): %s", self.invalid[kind], reason[:300])
+            self.peer_log.say(
+                logging.WARNING, "message dropped (%d so far): %s", self.invalid[kind], reason
+            )
 
     def _flush(self) -> None:
         while self._outbox:

@@ -9,7 +9,7 @@ bytes of a group. Nothing is decoded before the HMAC was found right.
 import hashlib
 import hmac
 import struct
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,14 +23,23 @@ MAGIC = b"SGR1"
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 1 << 20
+MAX_TABLE_BYTES = 4096  # of a blob's arrays: reading a million empty ones takes gigabytes
+MAX_ROLLOUTS = 4096  # of one group; each becomes an object before group_size is compared
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Reason = Literal["filtered", "reward"]  # why a sampler drops a group itself
 
 
 class MessageError(ValueError):
     """Bytes that are not a message of ours; the text says which check failed."""
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Text of a peer as it may stand in one line of a log: cut, control characters and line ends escaped."""
+    cut = text if len(text) <= limit else text[:limit] + "…"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -48,10 +57,15 @@ class Hello(Header, frozen=True, tag="hello"):
 
 
 class Welcome(Header, frozen=True, tag="welcome"):
-    """Learner to sampler: go on from `next_seq`."""
+    """Learner to sampler: send from `next_seq` on; what is below `committed` may be forgotten.
+
+    Groups of an older lineage than `lineage` are usable up to version `start_version`; later weights were rolled back.
+    """
 
     next_seq: Count
-    policy_version: Count
+    committed: Count
+    lineage: Count
+    start_version: Count
     boot_id: Text
 
 
@@ -63,25 +77,33 @@ class Refuse(Header, frozen=True, tag="refuse"):
 
 
 class Request(Header, frozen=True, tag="request"):
-    """Sampler to learner: I have room for `num_groups` more."""
+    """Sampler to learner, with every heartbeat until granted: I have room for `num_groups` more, from `next_seq` on."""
 
     sampler_id: Id
     session: Text
+    next_seq: Count
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class Grant(Header, frozen=True, tag="grant"):
-    """Learner to sampler: sample so many groups, with an adapter of at least this version."""
+    """Learner to sampler: sample groups from `first` on with at least that adapter version; harmless if repeated."""
 
+    first: Count
     num_groups: Count
+    lineage: Count
     policy_version: Count
 
 
 class Heartbeat(Header, frozen=True, tag="heartbeat"):
-    """Both ways, every second. `progress` rises only while the main thread works; zeromq's own would not see it hang."""
+    """Both ways, every second. `progress` rises only while the main thread works; zeromq's own would not see it hang.
+
+    `next_seq` is what a sampler has sent, a lost group is asked for again; `discarded` its groups that were rolled back.
+    """
 
     sampler_id: Id
     session: Text
+    next_seq: Count
+    discarded: Count
     progress: Count
     status: Text
 
@@ -104,8 +126,19 @@ class GroupHeader(Header, frozen=True, tag="group"):
     part_names: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
 
 
-class Ack(Header, frozen=True, tag="ack"):
-    """Learner to sampler: every group up to `seq` is with me; forget it."""
+class GroupDropped(Header, frozen=True, tag="dropped"):
+    """Sampler to learner, in place of a group: it was sampled, but is not sent. `reason` says why."""
+
+    session: Text
+    sampler_id: Id
+    seq: Count
+    policy_version: Count
+    lineage: Count
+    reason: Reason
+
+
+class Commit(Header, frozen=True, tag="commit"):
+    """Learner to sampler: what became of every group below `seq` is in a checkpoint; forget them."""
 
     seq: Count
 
@@ -119,16 +152,15 @@ class Bye(Header, frozen=True, tag="bye"):
     reason: Text
 
 
-Message = Hello | Welcome | Refuse | Request | Grant | Heartbeat | GroupHeader | Ack | Bye
+Message = (
+    Hello | Welcome | Refuse | Request | Grant | Heartbeat | GroupHeader | GroupDropped | Commit | Bye
+)  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def seal(key: bytes, header: Header, blob: bytes = b"") -> bytes:
-    """Encode and sign one message.
-
-    Raises MessageError when it is larger than the other side accepts: zeromq would lose it after send() said OK.
-    """
+    """Encode and sign one message. Raises MessageError above the cap: zeromq would lose it after send() said OK."""
     head = _encoder.encode(header)
     body = struct.pack("<I", len(head)) + head + blob
     size = len(MAGIC) + MAC_BYTES + len(body)
@@ -147,7 +179,7 @@ def unseal(key: bytes, payload: bytes) -> tuple[Message, bytes]:
         raise MessageError("wrong signature: signed with another run's key, or changed on the way")
     (head_len,) = struct.unpack("<I", body[:4])
     if head_len > min(MAX_HEADER_BYTES, len(body) - 4):
-        raise MessageError(f"header length {head_len} does not fit a body of {len(body)} bytes")
+        raise MessageError(f"header length: {head_len} does not fit a body of {len(body)} bytes")
     try:
         return _decoder.decode(body[4 : 4 + head_len]), body[4 + head_len :]
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
@@ -204,6 +236,8 @@ PER_ROLLOUT = {"rewards": np.float64, "correct": np.bool_, "finished": np.bool_}
 
 def unpack_group(header: GroupHeader, blob: bytes) -> Group:
     """Rebuild a group; structure is checked here, values by `rollout.check_group`. Raises MessageError."""
+    if len(blob) < 8 or struct.unpack_from("<Q", blob)[0] > MAX_TABLE_BYTES:
+        raise MessageError(f"bad blob: {len(blob)} bytes, without a table of arrays of a sane size")
     try:
         arrays = safetensors.numpy.load(blob)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -213,7 +247,10 @@ def unpack_group(header: GroupHeader, blob: bytes) -> Group:
 
 def build_group(header: GroupHeader, arrays: dict[str, np.ndarray]) -> Group:
     """The same from arrays. Raises MessageError."""
-    num, parts = _check_arrays(arrays, len(header.part_names))
+    names = header.part_names
+    if len(set(names)) < len(names) or not all(n.isprintable() and n for n in names):
+        raise MessageError(f"part_names: {len(names)} names, not all printable and different")
+    num, parts = _check_arrays(arrays, len(names))
     cuts = np.cumsum(arrays["lengths"])[:-1]
     split = {n: np.split(arrays[n], cuts) for n in (*STREAMS, "ref_logprobs") if n in arrays}
     rollouts = tuple(
@@ -260,8 +297,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], num_parts: int) -> tuple[int, n
     lengths = arrays["lengths"]
     num = lengths.size
     expect("lengths", np.int32, (num,))
-    if num < 1 or lengths.min() < 2:
-        raise MessageError(f"lengths: {num} rollouts, the shortest of {lengths.min(initial=0)}")
+    if not 1 <= num <= MAX_ROLLOUTS or lengths.min() < 2:
+        raise MessageError(f"lengths: {num} rollouts, allowed 1 to {MAX_ROLLOUTS} of 2 tokens up")
     total = int(lengths.sum(dtype=np.int64))
     streams = STREAMS | ({"ref_logprobs": np.float32} if "ref_logprobs" in arrays else {})
     for name, dtype in streams.items():

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from splitgrpo.adapters import adapter_parameters
 from splitgrpo.config import SettingsError
+from splitgrpo.rankwatch import RankWatch
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class Ranks:
     num_ranks: int
     device: torch.device
     control: Any
+    watch: RankWatch | None = None
+
+    def bump(self, doing: str = "") -> None:
+        """Tell the watch that this rank has moved on, and what it does now (empty: the same)."""
+        if self.watch is not None:
+            self.watch.bump(doing)
 
     @property
     def is_main(self) -> bool:
@@ -157,10 +163,10 @@ def check_batch(ds: DeepSpeedSettings, num_ranks: int, group_size: int, path: st
         )
 
 
-def start_ranks(num_threads: int) -> Ranks:
+def start_ranks(num_threads: int, watch: RankWatch | None = None) -> Ranks:
     """Join the process group that the deepspeed launcher prepared, or make one of a single rank.
 
-    NCCL where there are GPUs, gloo elsewhere.
+    NCCL where there are GPUs, gloo elsewhere. `watch` has met the other ranks already (rankwatch.join_ranks).
     """
     import deepspeed
 
@@ -179,7 +185,8 @@ def start_ranks(num_threads: int) -> Ranks:
         dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False
     )
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
+    control = dist.new_group(backend="gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, control, watch)
 
 
 def free_port() -> int:
@@ -227,32 +234,6 @@ def take_step(engine: Any) -> tuple[bool, float]:
     return bool(engine.was_step_applied()), float("nan") if found is None else float(found)
 
 
-def lora_state(model: Any) -> dict[str, Tensor]:
-    """The float32 masters of all LoRA parameters on the CPU, by PEFT's key. A collective: every rank calls it."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    found = {}
-    for key, parameter in adapter_parameters(model).items():
-        master = safe_get_full_fp32_param(parameter)
-        found[key] = cpu_copy(parameter if master is None else master)  # stage 0 keeps no other
-    return found
-
-
-def optimizer_state(engine: Any) -> dict[str, Tensor]:
-    """Adam's moments of all LoRA parameters on the CPU, "<PEFT key>|exp_avg". A collective: every rank calls it."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    found = {}
-    for key, parameter in adapter_parameters(engine.module.model).items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            if engine.zero_optimization_stage() == 0:
-                moment = engine.optimizer.state[parameter][name]
-            else:
-                moment = safe_get_full_optimizer_state(parameter, name)
-            found[f"{key}|{name}"] = cpu_copy(moment)
-    return found
-
-
-def cpu_copy(tensor: Tensor) -> Tensor:
-    """A contiguous float32 copy that shares no memory with DeepSpeed's buffers."""
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+def schedule_step(engine: Any) -> int | None:
+    """Steps that the learning-rate schedule of ds_config.json has made, or None where there is none."""
+    return None if engine.lr_scheduler is None else int(engine.lr_scheduler.last_batch_iteration)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
@@ -13,7 +14,7 @@ import torch
 from conftest import VOCAB, tiny_model
 from safetensors.torch import save_file
 
-from splitgrpo import batching, models, zero
+from splitgrpo import batching, checkpoints, enginestate, models, zero
 from splitgrpo import step as step_module
 from splitgrpo.logprobs import PolicyModule
 from splitgrpo.mismatch import Correction, PolicyHistory
@@ -85,7 +86,8 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
     """job["steps"] steps of a fresh engine: LoRA masters, Adam moments and metrics of each step."""
     ds = zero.read_ds_config(job["ds_config"], job["lr"])
     base = tiny_model().requires_grad_(False)
-    model = models.add_lora(base.to(models.DTYPES[ds.dtype_name]), rank=4, alpha=8, seed=0)
+    base = base.to(models.DTYPES[ds.dtype_name])
+    model = models.add_lora(base, rank=4, alpha=8, seed=job.get("lora_seed", 0))
     if job.get("trained"):  # an adapter that was loaded, before DeepSpeed makes its masters
         torch.manual_seed(5)
         for name, parameter in model.named_parameters():
@@ -93,6 +95,9 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
                 parameter.data.normal_(std=0.1)
     policy = PolicyModule(model, 1.0, 0, 1.0, entropy_grad=job.get("entropy_coef", 0.0) > 0)
     engine = zero.start_engine(policy, ds)
+    if "resume" in job:
+        path = Path(job["resume"])
+        checkpoints.restore(engine, ranks, path, checkpoints.read_index(path))
     plan = make_plan(job, ranks, model, ds)
     step_module.plan_rows = split_for(job, ranks)
     groups = fixed_groups(job.get("num_groups", 4), job.get("group_size", 4))
@@ -110,25 +115,39 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
     rewards = torch.tensor([r.reward for g in groups for r in g.rollouts])
     size = job.get("group_size", 4)
     results, grads = [], {}
-    for step in range(job["steps"]):
+    for step in range(job.get("start", 0), job["steps"]):
         advantages = group_advantages(rewards, size) if size > 1 else torch.ones(len(rewards))
         if step in job["nan_steps"] and (job.get("nan_rank") in (None, ranks.rank)):
             advantages = advantages * float(job.get("nan_value", "nan"))
-        plan.history.add(step, zero.lora_state(model))
+        plan.history.add(step, enginestate.lora_state(model))
         now = [replace(g, policy_version=max(0, step - job.get("staleness", 0))) for g in groups]
         results.append(step_module.optimizer_step(engine, now, advantages, plan, step))
         if (
-            step == 0 and results[0]["applied"]
+            step == 0 and results[0]["applied"] and "save" not in job
         ):  # Adam's first moment is then a tenth of the gradient
-            first = zero.optimizer_state(engine)
+            first = enginestate.optimizer_state(engine)
             grads = {
                 f"{k.removesuffix('|exp_avg')}|grad": 10 * v
                 for k, v in first.items()
                 if k.endswith("|exp_avg")
             }
+    if "save" in job:
+        save_checkpoint(Path(job["save"]), engine, ranks, job["steps"])
     step_module.plan_rows, step_module.collate = batching.plan_rows, batching.collate
-    moments = zero.optimizer_state(engine) if any(r["applied"] for r in results) else {}
-    return zero.lora_state(model), moments | grads, results
+    moments = enginestate.optimizer_state(engine) if any(r["applied"] for r in results) else {}
+    return enginestate.lora_state(model), moments | grads, results
+
+
+def save_checkpoint(run_dir: Path, engine: Any, ranks: zero.Ranks, step: int) -> None:
+    """As the learner does."""
+    torch.manual_seed(1000 + ranks.rank)  # a random state that no fresh process has
+    tensors = checkpoints.gather_state(engine, ranks)
+    fields = {"step": step, "lineage": 1, "run_id": "r", "base_digest": "d", "cursor": {}, "skipped": 0, "elapsed_s": 0.0,
+              "num_ranks": ranks.num_ranks, "settings": {}, "adam_step": enginestate.adam_step(engine),
+              "schedule": zero.schedule_step(engine)}  # fmt: skip
+    if ranks.is_main:
+        checkpoints.write_checkpoint(run_dir, tensors, 2, **fields)
+    torch.distributed.barrier(group=ranks.control)
 
 
 def padded_collate(rollouts, advantages, rows, pad_id):
@@ -148,7 +167,8 @@ def main(jobs: list[dict]) -> None:
     for job in jobs:
         weights, moments, results = take_steps(job, ranks)
         if ranks.is_main:
-            save_file(weights | moments, job["out"])
+            state = {"rng": torch.get_rng_state()} if "resume" in job else {}
+            save_file(weights | moments | state, job["out"])
             with open(job["out"] + ".json", "w") as file:
                 json.dump(results, file)
 

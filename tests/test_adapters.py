@@ -11,6 +11,7 @@ from conftest import tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from splitgrpo import adapters
 from splitgrpo.adapters import (
     AdapterError,
     Publisher,
@@ -19,6 +20,7 @@ from splitgrpo.adapters import (
     install_adapter,
     order,
     read_adapter,
+    read_config,
     read_pointer,
 )
 from splitgrpo.config import SettingsError
@@ -222,6 +224,27 @@ def test_evaluation_takes_a_peft_folder_only_whole(run):
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(SettingsError, match="cannot be loaded"):
         open_adapter(tiny_model(), folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"\xff", b'{"peft_type": "IA3"}', b'{"peft_type": "X"}']
+)
+def test_a_configuration_that_is_not_loras_is_refused_naming_its_file(content, tmp_path):
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        read_config(content, tmp_path / "adapter_config.json")
+
+
+def test_reading_an_adapter_asks_for_no_file_again_once_its_digest_is_checked(run, monkeypatch):
+    run_dir, model, publisher = run
+    pointer = publisher.publish(0, state(model))
+    load = adapters.load_tensors
+
+    def removed(content):
+        shutil.rmtree(run_dir / "adapters" / pointer.folder)
+        return load(content)
+
+    monkeypatch.setattr(adapters, "load_tensors", removed)
+    assert read_latest(run_dir).config.lora_alpha == 8
 
 
 @pytest.mark.parametrize("field", ["r", "lora_alpha", "use_rslora"])

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from splitgrpo.adapters import adapter_parameters, read_pointer
+from splitgrpo.arrivals import REASONS
 from splitgrpo.config import SettingsError
 from splitgrpo.evaluate import load_engine
+from splitgrpo.ledger import audit
 from splitgrpo.monitor import MetricsReader
 from splitgrpo.zero import free_port
 
@@ -47,6 +49,10 @@ def check_demo(run_dir: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert summary["total_wall_s"] < 180
     assert summary["train_wall_s"] < summary["total_wall_s"]
     assert summary["steps"] == len(MetricsReader(run_dir / "metrics.jsonl").new_rows())
+    totals = audit(run_dir)
+    assert totals["trained"] == summary["steps"] * 16
+    assert totals == {"steps": summary["steps"], "samplers": 1, "trained": totals["trained"], "lost": 0,
+                      "restarts": 0, "undone": 0}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,13 @@ def test_the_learners_log_probs_are_the_samplers_at_the_same_version(demo):
     assert abs(first["loss"]) < 1e-3
     assert first["grad_norm"] > 0
     assert max(r["staleness_max"] for r in rows) <= 1
-    assert all(r["dropped_stale"] == r["dropped_invalid"] == r["skipped_steps"] == 0 for r in rows)
+    never = [
+        *(f"dropped_{reason}" for reason in REASONS),
+        "lost_groups",
+        "refused_messages",
+        "skipped_steps",
+    ]
+    assert all(r[name] == 0 for r in rows for name in never)
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.5
 
 
@@ -188,6 +200,7 @@ def test_the_documented_commands_work_sampler_first_and_two_ranks_with_bf16(pair
     assert rows[0]["lr"] == 1e-6
     assert rows[0]["ratio_mean"] == pytest.approx(1.0, abs=0.02)
     assert (pair.run_dir / "done.json").exists()
+    assert audit(pair.run_dir)["steps"] == 3
     manifest = json.loads((pair.run_dir / "adapter" / "manifest.json").read_text())
     assert manifest["base_dtype"] == "bfloat16"
     assert {
@@ -232,6 +245,7 @@ def test_a_killed_sampler_is_noticed_by_the_learner_which_saves_and_ends_with_75
     saved = max((pair.run_dir / "checkpoints").iterdir())
     steps = len(MetricsReader(pair.run_dir / "metrics.jsonl").new_rows())
     assert saved.name == f"step_{steps:06d}"
+    assert audit(pair.run_dir)["steps"] == steps
 
 
 def test_a_killed_learner_is_noticed_by_the_sampler_which_ends_with_75(pair):
@@ -251,6 +265,7 @@ def test_sigterm_ends_the_learner_in_ten_seconds_with_its_state_saved_and_the_po
     assert learner.wait(12) == 143, pair.text("learner")[-2000:]
     assert time.monotonic() - started < 10
     assert "saved in" in pair.text("learner").splitlines()[-2]
+    assert audit(pair.run_dir)["steps"] >= 2
     assert (
         not psutil.pid_exists(learner.pid)
         or psutil.Process(learner.pid).status() == psutil.STATUS_ZOMBIE
@@ -324,6 +339,7 @@ def test_runs_repeat_and_a_journal_gives_the_same_weights_bit_for_bit_twice(pair
         code, out, text = replay(pair, name)
         assert code == 0, text[-3000:]
         assert metrics(out) == metrics(first)
+        assert audit(out) == audit(first)
         assert final_adapter(out) == final_adapter(first)
     check_metrics_by_recomputation(pair, first)
 

@@ -83,7 +83,7 @@ BOTH = (training_worker, sampling_worker)
         (["--learning_rate", "nan"], "--learning_rate nan"),
         (["--port", "70000"], "--port 70000"),
         (["--loss", "ppo"], "invalid choice: 'ppo'"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: only loopback"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: without --curve_key only loopback"),
         (["--max_steps", "0"], "--max_steps 0"),
         (["--seed", "-1"], "--seed -1"),
         (["--num_threads", "-5"], "--num_threads -5"),

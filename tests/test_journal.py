@@ -7,9 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
+from splitgrpo.admission import ServerPlan
 from splitgrpo.cli import parse_settings, recorded_settings
 from splitgrpo.config import DataError, LearnerSettings, SettingsError
-from splitgrpo.journal import Journal, count_steps, read_index, read_step
+from splitgrpo.journal import Journal, Replay, count_steps, read_index, read_step
 from splitgrpo.wire import build_group, pack_group
 
 LOG = logging.getLogger("test")
@@ -28,7 +29,9 @@ def test_groups_come_back_as_received_and_in_order(tmp_path, make_group):
     one.write(2, [pack_group(groups[2], "session", "digest")])
     index = read_index(tmp_path / "journal")
     assert list(index) == [0, 1, 2]
-    found = [pair for step in index for pair in read_step(tmp_path / "journal", step, index[step])]
+    steps = [read_step(tmp_path / "journal", step, index[step]) for step in index]
+    assert [fresh for fresh, _ in steps] == [False] * 3
+    found = [pair for _, pairs in steps for pair in pairs]
     assert len(found) == 3
     for (header, arrays), group in zip(found, groups, strict=True):
         again = build_group(header, arrays)
@@ -38,6 +41,31 @@ def test_groups_come_back_as_received_and_in_order(tmp_path, make_group):
             np.testing.assert_array_equal(a.old_logprobs, b.old_logprobs)
             assert (a.ref_logprobs is None) == (b.ref_logprobs is None)
             assert (a.reward, a.reward_parts, a.finished) == (b.reward, b.reward_parts, b.finished)
+
+
+def test_a_replay_counts_what_was_dropped_before_the_run_was_resumed_as_the_run_did(
+    tmp_path, make_group
+):
+    one = journal(tmp_path)
+    versions = [0, 0, 0, 0, 0, 2, 2, 3, 3]  # of groups 0 to 8; group 4 waits until it is too old
+    packed = [
+        pack_group(make_group(seq=i, version=v), "session", "digest")
+        for i, v in enumerate(versions)
+    ]
+    for step, part in enumerate((packed[:5], [], packed[5:7])):
+        one.write(step, part)
+    one.fresh = True  # as when a run goes on from step 3
+    one.write(3, packed[7:])
+    plan = ServerPlan(
+        run_id="run", lineage=1, settings={}, groups_per_step=2, max_staleness=1, max_steps=9, start_version=0,
+        cursor={}, peer_timeout_s=1.0, check_group=lambda g: None,
+    )  # fmt: skip
+    again, rows = Replay(str(tmp_path), b"k" * 32, plan, 1.0), []
+    for step in range(4):
+        taken = [t.group.seq for t in again.take(2, step, 0.0)]
+        rows.append((taken, [f.first for f in again.take_fates()], again.dropped["stale"]))
+    assert rows == [([0, 1], [], 0), ([2, 3], [], 0), ([5, 6], [4], 1), ([7, 8], [], 1)]
+    assert again.cursor() == {0: 9}
 
 
 def test_above_its_size_the_oldest_steps_go_and_a_replay_says_so(tmp_path, make_group, caplog):
@@ -82,9 +110,10 @@ def test_a_damaged_index_is_an_error(tmp_path, text):
 
 
 def test_a_replay_takes_the_recorded_settings_but_for_where_the_run_wrote(tmp_path):
-    journal(tmp_path, "--loss", "dapo", "--save_path", "x", "--port", "1234")
+    journal(tmp_path, "--loss", "dapo", "--save_path", "x", "--port", "1234", "--resume")
     again = parse_settings(LearnerSettings, ["--replay", str(tmp_path), "--learning_rate", "0.5"])
     assert (again.loss, again.learning_rate, again.journal) == ("dapo", 0.5, False)
+    assert not again.resume
     assert (again.save_path, again.port) == ("./checkpoints", 5555)
     assert json.loads((tmp_path / "journal" / "ds_config.json").read_text()) == {"some": "config"}
     assert recorded_settings(str(tmp_path))["ds_config"].endswith("journal/ds_config.json")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from splitgrpo.files import write_lines
 from splitgrpo.monitor import MetricsReader, MetricsWriter, ProgressBar, plot_curves, step_line
 
 ROW = {"step": 3, "max_steps": 60, "reward": 1.5, "reward/format": 1.0, "reward/answer": 0.5, "accuracy": 0.5, "kl": 0.01,
@@ -33,14 +34,33 @@ def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
     assert reader.new_rows() == [ROW]
 
 
+def test_a_file_that_was_replaced_by_a_shorter_or_longer_one_is_read_from_its_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader, writer = MetricsReader(path), MetricsWriter(path)
+    for step in range(9):
+        writer.write({"step": step})
+    assert len(reader.new_rows()) == 9
+    write_lines(path, [{"step": step} for step in range(3)])
+    assert [row["step"] for row in reader.new_rows()] == [0, 1, 2]
+    writer.write({"step": 3})
+    assert [row["step"] for row in reader.new_rows()] == [3]
+    path.unlink()
+    assert reader.new_rows() == []
+    write_lines(path, [{"step": step} for step in range(20)])
+    assert len(reader.new_rows()) == 20
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="skipped: needs /dev/full")
-def test_a_full_disk_switches_the_writer_off_and_is_said_once(caplog):
+def test_a_full_disk_is_said_once_and_its_rows_follow(tmp_path, caplog):
     from pathlib import Path
 
     writer = MetricsWriter(Path("/dev/full"))
     for _ in range(3):
         writer.write(ROW)
-    assert caplog.text.count("no longer written") == 1
+    assert caplog.text.count("cannot be written now") == 1
+    writer.path = tmp_path / "metrics.jsonl"  # there is room again
+    writer.write(ROW)
+    assert MetricsReader(writer.path).new_rows() == [ROW] * 4
 
 
 def test_the_line_of_a_step_shows_the_parts_of_the_reward():

@@ -1,16 +1,14 @@
 """What a completion is paid, case by case."""
 
-import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from splitgrpo.config import SettingsError
-from splitgrpo.scoring import Scorer
+from splitgrpo.sampler import Sampler
+from splitgrpo.scoring import Score
 from utils import check_answer, check_format, parse_number, reward_function
-
-LOG = logging.getLogger("test")
 
 
 def tagged(answer: str, thought: str = "so") -> str:
@@ -247,80 +245,6 @@ def test_scoring_works_from_another_thread():
     assert out[0]["answer"] == 1.0
 
 
-# ---- a reward_function that somebody edited ------------------------------------------------------
-
-
-def scorer(function):
-    return Scorer(function, check_answer, LOG)
-
-
-def test_a_reward_function_that_returns_only_a_reward_works():
-    scores = scorer(lambda response, answer: {"reward": len(response)}).score_group(
-        ["a", "bb"], "5"
-    )
-    assert [s.reward for s in scores] == [1.0, 2.0]
-    assert [s.parts for s in scores] == [{}, {}]
-
-
-def test_correctness_never_comes_from_the_reward():
-    (score,) = scorer(lambda r, a: {"reward": -3.0}).score_group([tagged("5")], "5")
-    assert (score.reward, score.correct) == (-3.0, True)
-    (score,) = scorer(lambda r, a: {"reward": 99}).score_group([tagged("6")], "5")
-    assert (score.reward, score.correct) == (99.0, False)
-
-
-@pytest.mark.parametrize(
-    "result", [None, 1.0, "1", {}, {"score": 1}, {"reward": "x"}, {"reward": None}]
-)
-def test_a_result_that_is_no_dict_of_numbers_with_a_reward_is_refused_at_once(result):
-    with pytest.raises(SettingsError, match=r"reward_function in utils\.py returned"):
-        scorer(lambda r, a: result).score_group(["x"], "5")
-
-
-@pytest.mark.parametrize("name", [1, "", "a\nb", "x" * 101])
-def test_a_part_that_the_learner_would_not_take_is_named(name):
-    with pytest.raises(SettingsError, match="a part named"):
-        scorer(lambda r, a: {"reward": 1.0, name: 2.0}).score_group(["x"], "5")
-
-
-def test_more_parts_than_the_learner_takes_are_refused():
-    parts = {f"part{i}": 1.0 for i in range(65)}
-    with pytest.raises(SettingsError, match="65 parts"):
-        scorer(lambda r, a: {"reward": 1.0} | parts).score_group(["x"], "5")
-
-
-def test_correctness_is_kept_when_the_reward_function_raises_or_overflows_float32():
-    def function(response, answer):
-        if "5" in response:
-            raise KeyError("boom")
-        return {"reward": 1e39}
-
-    scores = scorer(function).score_group([tagged("5"), tagged("6")], "5")
-    assert [(s.reward, s.correct) for s in scores] == [(0.0, True), (0.0, False)]
-
-
-def test_an_exception_or_a_nan_counts_as_zero_for_that_completion_and_is_counted(caplog):
-    def function(response, answer):
-        if response == "raise":
-            raise KeyError("boom")
-        return {"reward": float("nan") if response == "nan" else 1.0, "part": 2.0}
-
-    one = scorer(function)
-    scores = one.score_group(["raise", "nan", "fine"], "5")
-    assert [s.reward for s in scores] == [0.0, 0.0, 1.0]
-    assert [s.parts for s in scores] == [{"part": 0.0}, {"part": 0.0}, {"part": 2.0}]
-    assert one.errors == 2
-    assert "boom" in caplog.text
-
-
-def test_a_reward_function_that_always_raises_ends_the_run():
-    def function(response, answer):
-        raise ZeroDivisionError
-
-    with pytest.raises(SettingsError, match="the 10th time in a row"):
-        scorer(function).score_group(["x"] * 20, "5")
-
-
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
@@ -335,3 +259,24 @@ def test_a_number_written_in_latex_or_with_another_dash_is_read_whole(answer, go
 @pytest.mark.parametrize(("answer", "gold"), [(r"1{,}080", "80"), ("–7", "7"), ("10–7", "7")])
 def test_a_part_of_a_number_is_not_paid(answer, gold):
     assert not check_answer(tagged(answer), gold)
+
+
+# ---- groups without a difference -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_a_group_of_equal_rewards_is_replaced_but_never_more_than_so_many_in_a_row(limit):
+    sampler = SimpleNamespace(
+        settings=SimpleNamespace(dynamic_sampling=limit), _in_row=0, num_replaced=0
+    )
+    equal, differing = (
+        [Score(r, {}, False) for r in rewards] for rewards in ((1.25, 1.25), (1.25, 0))
+    )
+
+    def replaced(scores):
+        return Sampler.is_to_be_replaced(sampler, scores)  # type: ignore[arg-type]
+
+    for _ in range(2):  # what is sent in the end ends the row
+        assert [replaced(equal) for _ in range(limit + 1)] == [True] * limit + [False]
+    assert not replaced(differing)
+    assert sampler.num_replaced == 2 * limit

@@ -22,35 +22,57 @@ DIGEST = "ab" * 32  # of the groups that make_group makes
 SETTINGS = {"group_size": "4", "temperature": "1.0"}
 
 
+class Net:
+    """Makes servers and clients on one port and closes them."""
+
+    def __init__(self):
+        self.port_number, self.opened = free_port(), []
+
+    def server(self, key=KEY, **fields):
+        plan = {"run_id": "run", "lineage": 1, "settings": SETTINGS, "groups_per_step": 2,
+                "max_staleness": 1, "max_steps": 100,
+                "start_version": 0, "cursor": {}, "peer_timeout_s": 60.0, "check_group": lambda g: None}  # fmt: skip
+        server = GroupServer("127.0.0.1", self.port_number, key, ServerPlan(**(plan | fields)), LOG)
+        self.opened.append(lambda: server.close(finished=False, reason="test over"))
+        return server
+
+    def client(self, key=KEY, settings=SETTINGS, run_id="run", sampler_id=0, wait_timeout_s=8.0):
+        client = GroupClient(
+            ("127.0.0.1", self.port_number), key, make_hello(sampler_id, run_id, settings),
+            wait_timeout_s=wait_timeout_s, check_stop=lambda: None, log=LOG,
+        )  # fmt: skip
+        self.opened.append(lambda: client.close("test over"))
+        return client
+
+    def close(self):
+        for close in reversed(self.opened):
+            close()
+
+
 @pytest.fixture
 def net():
-    """Makes servers and clients on one port and closes them."""
-    port, opened = free_port(), []
+    made = Net()
+    yield made
+    made.close()
 
-    class Net:
-        def server(self, key=KEY, **fields):
-            plan = {"run_id": "run", "lineage": 1, "settings": SETTINGS, "groups_per_step": 2,
-                    "max_staleness": 1, "max_steps": 100,
-                    "start_version": 0, "next_seq": {}, "peer_timeout_s": 60.0, "check_group": lambda g: None}  # fmt: skip
-            server = GroupServer("127.0.0.1", port, key, ServerPlan(**(plan | fields)), LOG)
-            opened.append(lambda: server.close(finished=False, reason="test over"))
-            return server
 
-        def client(
-            self, key=KEY, settings=SETTINGS, run_id="run", sampler_id=0, wait_timeout_s=8.0
-        ):
-            client = GroupClient(
-                ("127.0.0.1", port), key, make_hello(sampler_id, run_id, settings),
-                wait_timeout_s=wait_timeout_s, check_stop=lambda: None, log=LOG,
-            )  # fmt: skip
-            opened.append(lambda: client.close("test over"))
-            return client
+def wait_until(true, what, timeout_s=8.0):
+    """Wait, bounded, until `true()` is."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(0.01)
 
-        port_number = port
 
-    yield Net()
-    for close in reversed(opened):
-        close()
+def drain(server, client):
+    """Wait until the learner has all that a sampler sent."""
+    mine = client.hello.sampler_id
+    wait_until(lambda: server.next_seq.get(mine) == client.next_seq, "all groups arrived")
+
+
+def seqs(taken):
+    return [t.group.seq for t in taken]
 
 
 def send(client, make_group, num, version=0, lineage=1):
@@ -58,24 +80,33 @@ def send(client, make_group, num, version=0, lineage=1):
 
     assert client._settings_hash == settings_hash(client.hello.settings)
     for _ in range(num):
-        assert client.send(make_group(seq=client.next_seq, version=version, lineage=lineage))
+        group = make_group(
+            seq=client.next_seq,
+            version=version,
+            lineage=lineage,
+            sampler_id=client.hello.sampler_id,
+        )
+        assert client.send(group)
 
 
-def test_groups_arrive_in_order_and_are_acknowledged(net, make_group):
+def test_groups_arrive_in_order_and_are_kept_until_a_checkpoint_holds_their_fate(net, make_group):
     server, client = net.server(), net.client()
-    assert client.wait_grant(4) == (4, 0)
+    assert client.wait_grant(4) == (4, (1, 0))
     send(client, make_group, 4)
-    client.drain()
-    taken = [server.take(2, 0, 5.0) for _ in range(2)]
-    assert [g.seq for pair in taken for g, _ in pair] == [0, 1, 2, 3]
-    assert not client._unacked
+    first = server.take(2, 0, 5.0)
+    server.commit(server.cursor())
+    wait_until(lambda: len(client._kept) == 2, "the two trained groups are forgotten")
+    assert seqs(first) + seqs(server.take(2, 0, 5.0)) == [0, 1, 2, 3]
+    assert [header.seq for header, _ in client._kept] == [2, 3]
+    server.commit(server.cursor())
+    wait_until(lambda: not client._kept, "the other two are forgotten")
 
 
 def test_credit_bounds_what_is_accepted_and_rises_with_the_version(net, make_group):
     server, client = net.server(max_staleness=1, groups_per_step=2), net.client()
-    assert client.wait_grant(100) == (4, 0)  # (K + 1 + v) * B = 2 * 2
+    assert client.wait_grant(100) == (4, (1, 0))  # (K + 1 + v) * B = 2 * 2
     send(client, make_group, 4)
-    client.drain()
+    drain(server, client)
     granted = []
     waiter = threading.Thread(target=lambda: granted.append(client.wait_grant(100)))
     waiter.start()
@@ -86,12 +117,12 @@ def test_credit_bounds_what_is_accepted_and_rises_with_the_version(net, make_gro
     assert not granted  # taking is not publishing
     server.set_version(1, DIGEST)
     waiter.join(5)
-    assert granted == [(2, 1)]
+    assert granted == [(2, (1, 1))]
 
 
 def test_no_group_is_granted_that_the_last_step_has_no_use_for(net, make_group):
     server, client = net.server(max_steps=2, max_staleness=4), net.client(wait_timeout_s=2.0)
-    assert client.wait_grant(100) == (4, 0)
+    assert client.wait_grant(100) == (4, (1, 0))
     send(client, make_group, 4)
     server.set_version(1, DIGEST)
     with pytest.raises(PeerTimeout):
@@ -100,7 +131,7 @@ def test_no_group_is_granted_that_the_last_step_has_no_use_for(net, make_group):
 
 def test_on_policy_grants_no_more_than_one_step(net):
     net.server(max_staleness=0, groups_per_step=3)
-    assert net.client().wait_grant(100) == (3, 0)
+    assert net.client().wait_grant(100) == (3, (1, 0))
 
 
 def test_a_group_above_the_staleness_bound_is_dropped_whole_and_its_place_granted_again(
@@ -109,10 +140,10 @@ def test_a_group_above_the_staleness_bound_is_dropped_whole_and_its_place_grante
     server, client = net.server(), net.client()
     client.wait_grant(4)
     send(client, make_group, 4, version=0)
-    client.drain()
+    drain(server, client)
     assert server.take(2, 2, 0.2) is None
     assert server.dropped["stale"] == 4
-    assert client.wait_grant(4) == (4, 0)
+    assert client.wait_grant(4) == (4, (1, 0))
 
 
 def test_a_sampler_with_other_settings_is_refused_naming_both_values(net):
@@ -148,10 +179,10 @@ def test_a_restarted_sampler_goes_on_where_the_dead_one_stopped(net, make_group)
     first = net.client()
     first.wait_grant(4)
     send(first, make_group, 3)
-    first.drain()
+    drain(server, first)
     first.stop()  # no goodbye, as after kill -9; one grant is lost with it
     second = net.client()
-    assert second.wait_grant(4) == (1, 0)
+    assert second.wait_grant(4) == (1, (1, 0))
     assert second.next_seq == 3
     assert server.take(2, 0, 1.0) is not None
 
@@ -161,10 +192,10 @@ def test_the_credit_of_a_sampler_that_died_or_hangs_goes_to_the_others(net, monk
     monkeypatch.setattr("splitgrpo.server.SILENT_S", 2.0 if killed else 60.0)
     net.server(peer_timeout_s=60.0 if killed else 2.0)
     gone = net.client(sampler_id=1)
-    assert gone.wait_grant(4) == (4, 0)  # all there is
+    assert gone.wait_grant(4) == (4, (1, 0))  # all there is
     if killed:
         gone.stop()  # else its socket thread goes on to beat, and its main thread does nothing
-    assert net.client().wait_grant(4) == (4, 0)
+    assert net.client().wait_grant(4) == (4, (1, 0))
 
 
 def test_a_sampler_that_was_taken_for_dead_comes_back(net, make_group, monkeypatch):
@@ -172,9 +203,9 @@ def test_a_sampler_that_was_taken_for_dead_comes_back(net, make_group, monkeypat
     server, client = net.server(), net.client()
     client.wait_grant(2)
     send(client, make_group, 2)
-    client.drain()
+    drain(server, client)
     monkeypatch.setattr("splitgrpo.server.SILENT_S", 15.0)
-    assert client.wait_grant(2) == (2, 0)
+    assert client.wait_grant(2) == (2, (1, 0))
     assert client.next_seq == server.next_seq[0] == 2
 
 
@@ -182,34 +213,53 @@ def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_g
     server, client = net.server(), net.client()
     client.wait_grant(4)
     send(client, make_group, 4)
-    client.drain()
+    drain(server, client)
     server.stop()
     send(client, make_group, 1)  # nobody hears it
-    again = net.server(next_seq={0: 2}, lineage=2, start_version=1)
-    num, version = client.wait_grant(4)
-    assert (num, version) == (4, 1)
-    assert (
-        client.next_seq == 2
-    )  # groups 2 and 3 were lost with the first learner and are made again
-    send(client, make_group, 2, version=1, lineage=2)
-    assert [g.seq for g, _ in again.take(2, 1, 5.0)] == [2, 3]
+    again = net.server(cursor={0: 2}, lineage=2, start_version=1, old_versions=frozenset({0}))
+    assert client.wait_grant(4) == (1, (2, 1))  # there is room for 4, and 3 are on their way
+    assert client.next_seq == 5  # groups 2 to 4 were kept
+    assert seqs(again.take(2, 1, 5.0)) == [2, 3]
+    send(client, make_group, 1, version=1, lineage=2)
+    assert seqs(again.take(2, 1, 5.0)) == [4, 5]
+
+
+def check_foreign(server, client):
+    """The one group that was sent is dropped, when the line passes over it."""
+    drain(server, client)
+    assert server.dropped["foreign"] == 0
+    assert server.take(1, server.version, 0.0) is None
+    assert server.dropped == {"foreign": 1}
+    (fate,) = server.take_fates()
+    assert (fate.sampler_id, fate.first, fate.last, fate.reason) == (0, 0, 0, "foreign")
 
 
 def test_weights_that_were_rolled_back_are_told_from_new_ones(net, make_group):
     server, client = net.server(lineage=2, start_version=0), net.client()
     server.set_version(1, DIGEST)
     client.wait_grant(2)
+    client._usable = lambda header: True  # it would not send them itself
     send(client, make_group, 1, version=1, lineage=1)
-    client.drain()
-    assert server.dropped["invalid"] == 1
+    check_foreign(server, client)
+
+
+def test_a_group_whose_adapter_did_not_outlive_a_restart_is_dropped(net, make_group):
+    """Its mismatch could not be measured."""
+    plan = {"lineage": 2, "start_version": 4, "max_staleness": 3, "old_versions": frozenset({2})}
+    server, client = net.server(**plan), net.client()
+    server.set_version(4, DIGEST)
+    client.wait_grant(2)
+    send(client, make_group, 1, version=3, lineage=1)
+    check_foreign(server, client)
+    send(client, make_group, 1, version=2, lineage=1)
+    assert server.take(1, 4, 5.0) is not None
 
 
 def test_a_group_from_a_version_that_was_never_published_is_dropped(net, make_group):
     server, client = net.server(), net.client()
     client.wait_grant(1)
     send(client, make_group, 1, version=5)
-    client.drain()
-    assert server.dropped["invalid"] == 1
+    check_foreign(server, client)
 
 
 def test_a_group_sampled_with_another_adapter_than_its_version_names_is_dropped(net, make_group):
@@ -217,8 +267,7 @@ def test_a_group_sampled_with_another_adapter_than_its_version_names_is_dropped(
     server.set_version(1, "cd" * 32)
     client.wait_grant(2)
     send(client, make_group, 1, version=1)
-    client.drain()
-    assert server.dropped["invalid"] == 1
+    check_foreign(server, client)
 
 
 def test_a_finished_run_sends_its_samplers_home(net):
@@ -258,7 +307,7 @@ def test_strangers_on_the_port_do_not_disturb_a_run(net, make_group):
     ):
         dealer.send_multipart(frames)
     send(client, make_group, 2)
-    client.drain()
+    drain(server, client)
     assert server.take(2, 0, 5.0) is not None
     deadline = time.monotonic() + 5
     while sum(server.invalid.values()) < 5 and time.monotonic() < deadline:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from splitgrpo import wire
 from splitgrpo.rollout import RolloutError, check_group
 from splitgrpo.wire import (
-    Ack,
     Bye,
+    Commit,
     GroupHeader,
     MessageError,
     pack_group,
@@ -74,7 +74,7 @@ def test_one_flipped_bit_anywhere_is_refused(make_group):
 
 def test_another_runs_key_is_refused():
     with pytest.raises(MessageError, match="signature"):
-        unseal(b"x" * 32, seal(KEY, Ack(seq=1)))
+        unseal(b"x" * 32, seal(KEY, Commit(seq=1)))
 
 
 class Canary:
@@ -121,14 +121,14 @@ def pack_group_header():
 
 
 def test_an_unknown_field_is_refused():
-    extra = msgspec.msgpack.encode({"kind": "ack", "seq": 1, "surprise": 2})
+    extra = msgspec.msgpack.encode({"kind": "commit", "seq": 1, "surprise": 2})
     with pytest.raises(MessageError, match="surprise"):
         unseal(KEY, signed(struct.pack("<I", len(extra)) + extra))
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 60, 1.5, "1", None])
 def test_numbers_out_of_range_or_of_another_type_are_refused(value):
-    body = msgspec.msgpack.encode({"kind": "ack", "seq": value})
+    body = msgspec.msgpack.encode({"kind": "commit", "seq": value})
     with pytest.raises(MessageError, match="seq"):
         unseal(KEY, signed(struct.pack("<I", len(body)) + body))
 

@@ -1,0 +1,150 @@
+"""What rank 0 of the learner opens before anything slow happens: run folder, checkpoint, books, port."""
+
+import logging
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from splitgrpo import checkpoints, models
+from splitgrpo.adapters import recent_versions
+from splitgrpo.admission import ServerPlan
+from splitgrpo.cli import warn_of
+from splitgrpo.config import LearnerSettings, agreed_settings, effective_kl_coef
+from splitgrpo.journal import Journal, Replay
+from splitgrpo.keys import read_curve
+from splitgrpo.ledger import Ledger
+from splitgrpo.monitor import MetricsWriter
+from splitgrpo.rollout import Group, check_group
+from splitgrpo.runfolder import claim_run_folder, next_lineage, rewind
+from splitgrpo.server import GroupServer
+from splitgrpo.zero import Ranks
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a learner begins: at step 0, or from a checkpoint."""
+
+    run_id: str
+    lineage: int = 1
+    path: Path | None = None
+    index: checkpoints.Index | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that its weights have behind them."""
+        return self.index.step if self.index else 0
+
+
+@dataclass
+class Opened:
+    """What only rank 0 has."""
+
+    server: GroupServer | Replay
+    ledger: Ledger
+    metrics: MetricsWriter
+    journal: Journal | None
+
+
+def begin(settings: LearnerSettings, log: logging.Logger) -> tuple[bytes, Start]:
+    """Claim the run folder and find where to begin; returns the run's key as well. Raises SettingsError, OSError."""
+    s = settings
+    for warning in warn_of(s):
+        log.warning("%s", warning)
+    run_dir, key = claim_run_folder(s.save_path, resume=s.resume, overwrite=s.overwrite)
+    if not s.resume:
+        return key, Start(secrets.token_hex(8))
+    path, index = checkpoints.find_checkpoint(run_dir, log)
+    checkpoints.check_same_run(index, s, log)
+    rewind(run_dir, index.step)
+    log.info("going on from step %d of %d: %s", index.step, s.max_steps, path)
+    return key, Start(index.run_id, next_lineage(run_dir, index.lineage), path, index)
+
+
+def open_run(
+    settings: LearnerSettings,
+    key: bytes,
+    start: Start,
+    ds_config: dict[str, Any],
+    groups_per_step: int,
+    log: logging.Logger,
+) -> Opened:
+    """Open the books and the port. Raises SettingsError, OSError."""
+    s, run_dir = settings, Path(settings.save_path)
+    resumed_at = start.index.step if start.index else None
+    ledger = Ledger(run_dir, start.lineage, resumed_at)
+    plan = make_plan(s, start, ledger, groups_per_step)
+    metrics = MetricsWriter(run_dir / "metrics.jsonl")
+    if s.replay:
+        log.info("replaying %s, run folder %s", s.replay, run_dir)
+        return Opened(Replay(s.replay, key, plan, s.temperature), ledger, metrics, None)
+    server = GroupServer(s.host, s.port, key, plan, log, read_curve(s.curve_key, "learner"))
+    log.info("listening on %s:%d, run folder %s", s.host, s.port, run_dir)
+    journal = (
+        Journal(run_dir, s, ds_config, groups_per_step, log, resumed_at) if s.journal else None
+    )
+    return Opened(server, ledger, metrics, journal)
+
+
+def make_plan(
+    settings: LearnerSettings, start: Start, ledger: Ledger, groups_per_step: int
+) -> ServerPlan:
+    """What the server holds samplers to, as the flags and the checkpoint say it."""
+    s = settings
+    vocab_size = models.load_config(s.model_path).get_text_config().vocab_size
+    want_ref = effective_kl_coef(s) > 0
+
+    def check(group: Group) -> None:
+        check_group(
+            group,
+            group_size=s.group_size,
+            vocab_size=vocab_size,
+            max_len=s.max_prompt_tokens + s.max_new_tokens,
+            want_ref=want_ref,
+        )
+
+    old = recent_versions(Path(s.save_path), start.step, s.max_staleness)
+    return ServerPlan(
+        run_id=start.run_id,
+        lineage=start.lineage,
+        settings=agreed_settings(s),
+        groups_per_step=groups_per_step,
+        max_staleness=s.max_staleness,
+        max_steps=s.max_steps,
+        start_version=start.step,
+        old_versions=frozenset(version for version, _ in old),
+        cursor=start.index.cursor if start.index else {},
+        dropped=ledger.dropped,
+        lost=ledger.lost,
+        peer_timeout_s=s.wait_timeout_s,
+        check_group=check,
+        journal=s.journal,
+    )
+
+
+def share_start(ranks: Ranks, run_dir: Path, key: bytes, start: Start) -> tuple[bytes, Start]:
+    """From rank 0 to all: the key, to check the bytes that it shares, and the checkpoint to go on from. A collective."""
+    if ranks.num_ranks == 1:
+        return key, start
+    step = start.index.step if start.index else -1
+    tensor = torch.frombuffer(
+        bytearray((key or bytes(32)) + struct.pack("<q", step)), dtype=torch.uint8
+    )
+    dist.broadcast(tensor, src=0, group=ranks.control)
+    shared = tensor.numpy().tobytes()
+    (step,) = struct.unpack("<q", shared[32:])
+    if step >= 0 and start.index is None:
+        path = checkpoints.folder_of(run_dir, step)
+        index = checkpoints.read_index(path)
+        start = Start(index.run_id, start.lineage, path, index)
+    return shared[:32], start
+
+
+def is_main() -> bool:
+    """True on rank 0, before the ranks have come together."""
+    return int(os.environ.get("RANK", "0")) == 0
