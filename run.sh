@@ -16,6 +16,7 @@ bash run.sh learner ...     the learner alone, one rank (terminal 2); --help lis
 bash run.sh evaluate ...    greedy accuracy of a model, with or without an adapter
 bash run.sh smollm2 ...     a real 135M chat model on GSM8K, on the CPU; --data PATH for a local copy
 bash run.sh qwen ...        Qwen2.5-1.5B-Instruct on GSM8K, for three GPUs
+bash run.sh soak ...        a small run while all its processes are killed at random, then its audit; --minutes 2 --seed 0
 bash run.sh check-slow      the demo with five seeds (about ten minutes)
 demo, smollm2 and qwen take --seed, --name, --max_steps, --data; results are in runs/NAME, and runs/latest points there.
 TEXT
@@ -100,6 +101,10 @@ case "$verb" in
   test)
     install requirements-dev.txt
     exec "$python" -m pytest "$@"
+    ;;
+  soak)
+    install requirements.txt
+    exec "$python" tests/soak.py "$@"
     ;;
   check-slow)
     install requirements-dev.txt

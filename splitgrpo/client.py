@@ -34,7 +34,6 @@ from splitgrpo.wire import (
 
 SAY_EVERY_S = 10.0
 REFUSED_FOR_S = 15.0  # a restarted sampler is refused until its dead twin's last heartbeat is old
-SILENT_S = 5.0  # the learner beats every HEARTBEAT_S
 
 
 class RunFinished(Exception):

@@ -40,6 +40,7 @@ class Learner:
         self.settings, self.stop, self.log = settings, stop, log
         self.step, self._saved_step = 0, -1
         self.server: GroupServer | Replay | None = None
+        self._cursor: dict[int, int] = {}
         self.ledger: Ledger | None = None
         self.metrics: MetricsWriter | None = None
         self.journal: Journal | None = None
@@ -65,6 +66,7 @@ class Learner:
             opened = open_run(settings, key, self.start, self.ds.config, self.groups_per_step, log)
             self.server, self.ledger = opened.server, opened.ledger
             self.metrics, self.journal = opened.metrics, opened.journal
+            self._cursor = self.server.cursor()
         self.ranks = zero.start_ranks(default_threads(settings.num_threads), watch)
         key, self.start = share_start(self.ranks, self.run_dir, key, self.start)
         self.step = self.start.step
@@ -202,6 +204,7 @@ class Learner:
         """Write into the ledger what the step was taken on, and what was dropped before. Rank 0 does."""
         if self.ledger is not None and self.server is not None:
             self.ledger.note(self.step, trained, self.server.take_fates(), self.server.lost)
+            self._cursor = self.server.cursor()
             self.patiently("write the ledger", self.ledger.write)
 
     def _bump(self) -> None:
@@ -240,8 +243,7 @@ class Learner:
         if self._saved_step == self.step:
             return
         self.ranks.bump(f"saving step {self.step}")
-        self._book([])
-        cursor = self.server.cursor() if self.server else {}
+        cursor = self._cursor  # without the groups of a step that a signal interrupted
         tensors = checkpoints.gather_state(self.engine, self.ranks)
         fields = {
             "step": self.step,
@@ -275,8 +277,8 @@ class Learner:
         """Save, publish with the done flag, leave the final adapter and done.json, and send the samplers home."""
         if self.server is not None:
             self.server.finish()
-        self.save()
         self._book([])
+        self.save()
         self.publish(done=True)
         if self.publisher is not None:
             folder = self.run_dir / "adapters" / f"v{self.step:06d}.L{self.start.lineage}"

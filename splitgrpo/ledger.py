@@ -34,7 +34,7 @@ class Ledger:
         """Go on with the books of a run, if there are any. Raises OSError, ValueError."""
         self.path, self.lineage = run_dir / LEDGER, lineage
         self.dropped: collections.Counter[str] = collections.Counter()
-        self.lost = 0
+        self.lost = self._lost = 0  # at this start; as noted last
         self._pending: collections.deque[dict[str, Any]] = collections.deque()
         if resumed_at is None:
             return
@@ -45,7 +45,7 @@ class Ledger:
             if row["step"] <= resumed_at:
                 for _, first, last, reason in row["dropped"]:
                     self.dropped[reason] += last - first + 1
-        self.lost = max((row.get("lost", 0) for row in rows), default=0)
+        self.lost = self._lost = max((row.get("lost", 0) for row in rows), default=0)
         write_lines(self.path, rows)  # less a line that a kill cut short
         self.undone = sum(len(row["trained"]) for row in after)
         append_line(
@@ -56,9 +56,9 @@ class Ledger:
         self, step: int, trained: Sequence[Trained], dropped: Sequence[Dropped], lost: int
     ) -> None:
         """Have for the next `write` what was trained for `step`, and what was dropped since the last call."""
-        if not trained and not dropped and lost == self.lost:
+        if not trained and not dropped and lost == self._lost:
             return
-        self.lost = lost
+        self._lost = lost
         row = {
             "lineage": self.lineage,
             "step": step,

@@ -168,11 +168,11 @@ class Soak:
             self.start_second()
 
     def beat(self, seconds: float) -> None:
-        """Strike for so long, about every eleven seconds, which lets a run get some steps further."""
+        """Strike for so long, about every ten seconds, which lets a run get some steps further."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.keep_up()
-            time.sleep(min(self.random.expovariate(1 / 11), max(0.0, deadline - time.monotonic())))
+            time.sleep(min(self.random.uniform(1, 18), max(0.0, deadline - time.monotonic())))
             self.strike()
 
     def finish(self) -> int:

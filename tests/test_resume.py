@@ -285,19 +285,22 @@ class Run:
     """A learner and a sampler of one run folder, on a port of its own."""
 
     def __init__(self, model, run_dir, *flags):
-        config = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
-                  "zero_optimization": {"stage": 2},
-                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}  # fmt: skip
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.ds_config = run_dir.parent / "ds.json"
-        self.ds_config.write_text(json.dumps(config))
+        self.set_micro_batch(16)
         self.run_dir, self.started = run_dir, []
         self.shared = ["--model_path", str(model), "--data", "arithmetic", "--group_size", "8", "--max_new_tokens", "16",
                        "--max_prompt_tokens", "48", "--lora_rank", "8", "--lora_alpha", "16", "--num_threads", "1",
                        "--max_steps", "20", "--wait_timeout_s", "60", "--port", str(free_port()), *flags]  # fmt: skip
 
-    def start(self, name, *command):
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+    def set_micro_batch(self, rows):
+        config = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+                  "zero_optimization": {"stage": 2},
+                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}  # fmt: skip
+        self.ds_config.write_text(json.dumps(config))
+
+    def start(self, name, *command, env=None):
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
         with (self.run_dir.parent / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, command[0], *self.shared, *command[1:]],
@@ -306,9 +309,9 @@ class Run:
         self.started.append(process)
         return process
 
-    def learner(self, *flags):
-        return self.start("learner", "training_worker.py", "--save_path", str(self.run_dir), "--ds_config",
-                          str(self.ds_config), "--save_steps", "3", *flags)  # fmt: skip
+    def learner(self, *flags, script="training_worker.py", env=None):
+        return self.start("learner", script, "--save_path", str(self.run_dir), "--ds_config", str(self.ds_config),
+                          "--save_steps", "3", *flags, env=env)  # fmt: skip
 
     def sampler(self, *flags):
         return self.start("sampler", "sampling_worker.py", "--lora_path", str(self.run_dir), "--batch_size", "16",
@@ -420,6 +423,33 @@ def test_every_prompt_of_an_epoch_is_used_once_whoever_is_killed(runs):
                 prompts[f"{header['sampler_id']}:{header['seq']}"] = header["prompt_index"]
     used = [prompts[g] for _, g in trained]
     assert len(used) == len(set(used)) == 40
+
+
+def test_a_rank_killed_while_saving_costs_the_work_since_the_last_checkpoint(runs):
+    """Two ranks by hand, so that nobody but the other one can notice; then on one rank."""
+    run = runs("five", "--max_staleness", "1", "--max_steps", "6")
+    run.set_micro_batch(8)
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "DIES": "1",
+    }
+    ranks = [
+        run.learner(
+            script="tests/dies_saving.py", env=address | {"RANK": str(r), "LOCAL_RANK": str(r)}
+        )
+        for r in (0, 1)
+    ]
+    sampler = run.sampler()
+    assert ranks[1].wait(90) == -signal.SIGKILL
+    assert ranks[0].wait(15) == 75, run.log("learner")[-3000:]
+    assert "rank 1 is gone: its process was killed or crashed" in run.log("learner")
+    assert [p.name for p in checkpoints.found_in(run.run_dir)] == ["step_000000"]
+    run.set_micro_batch(16)
+    finish(run, run.learner("--resume"), sampler)
+    books = audit(run.run_dir)
+    assert (books["steps"], books["trained"], books["undone"]) == (6, 12, 6)
 
 
 def test_resuming_what_cannot_be_resumed_ends_with_2_and_says_why(runs):

@@ -44,7 +44,7 @@ real = os.fsync
 def slow(fd):
     if "checkpoints" in os.readlink(f"/proc/self/fd/{{fd}}"):
         open(sys.argv[1 + sys.argv.index("--save_path")] + "/saving", "w").close()
-        time.sleep(0.5)
+        time.sleep(0.2)
     real(fd)
 
 os.fsync = slow
@@ -296,7 +296,7 @@ def test_workers_signalled_while_they_sample_train_and_save_are_gone_and_saved(r
     program = (str(script), "training_worker.py")
     learner = run.learner("--resume", "--save_steps", "1", program=program)
     sampler = run.sampler()
-    run.wait_more_steps()
+    run.wait_more_steps(1)
     (run.run_dir / "saving").unlink(missing_ok=True)
     wait_until((run.run_dir / "saving").exists, 10, "it does not save", run)
     since = time.monotonic()
@@ -385,7 +385,6 @@ def test_two_ranks_ctrl_c_twice_then_goes_on_with_its_launcher_and_sampler_kille
     psutil.wait_procs(before, WITHIN_S)
     assert not [p for p in before if p.is_running()], run.texts()
     LOG.warning("ranks ended %.1f s after deepspeed's launcher", time.monotonic() - since)
-    run.wait_more_steps()
     next(p for p in processes(run.mark) if "sampling_worker.py" in " ".join(p.cmdline())).kill()
     assert launcher.wait(60) == 0, run.texts()
     assert (run.run_dir / "done.json").exists()
