@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from splitgrpo.arrivals import Dropped, Trained
+from splitgrpo.config import JOURNAL
 from splitgrpo.files import append_line, read_lines, write_lines
 
 LEDGER, METRICS = "ledger.jsonl", "metrics.jsonl"
@@ -128,6 +129,7 @@ def audit(run_dir: Path) -> dict[str, int]:
     if steps != list(range(1, len(steps) + 1)):
         raise AuditError(f"steps are not 1, 2, 3, …: {steps[:20]}")
     check_metrics(run_dir, len(steps), totals_at)
+    check_journal(run_dir, kept)
     trained = sum(len(row["trained"]) for row in kept)
     return {
         "steps": len(steps),
@@ -156,6 +158,23 @@ def check_metrics(run_dir: Path, num_steps: int, totals_at: dict[int, dict[str, 
             raise AuditError(
                 f"step {step}: {METRICS} counts {said} dropped, the ledger {totals_at[step]}"
             )
+
+
+def check_journal(run_dir: Path, kept: Sequence[dict[str, Any]]) -> None:
+    """Find each trained group among those received before its step, as far as the journal tells. Raises AuditError."""
+    before: dict[str, int] = {}  # group -> steps taken before it arrived
+    recorded = set()
+    for line in read_lines(run_dir / JOURNAL / "index.jsonl"):
+        step = int("".join(c for c in line["file"] if c.isdigit()))
+        recorded.add(step)
+        for group_id in line["groups"]:
+            before.setdefault(group_id, step)
+    for row in kept:
+        for group_id in row["trained"] if row["step"] - 1 in recorded else []:
+            if before.get(group_id, row["step"]) >= row["step"]:
+                raise AuditError(
+                    f"group {group_id} was trained in step {row['step']}, the journal has not received it before"
+                )
 
 
 def main() -> int:

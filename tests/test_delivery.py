@@ -16,7 +16,7 @@ from test_transport import DIGEST, Net, drain, send, seqs, wait_until
 from splitgrpo.adapters import Publisher, order
 from splitgrpo.arrivals import REASONS, Dropped, GroupQueue, Trained
 from splitgrpo.checkpoints import needed_versions
-from splitgrpo.files import append_line, read_lines
+from splitgrpo.files import append_line, read_lines, write_lines
 from splitgrpo.learner import Learner
 from splitgrpo.ledger import AuditError, Ledger, audit, main
 from splitgrpo.process import Stopped
@@ -544,6 +544,28 @@ def test_each_disagreement_in_the_books_is_found_and_named(tmp_path, file, numbe
     audit(tmp_path)
     change_line(tmp_path / file, number, change)
     with pytest.raises(AuditError, match=reason):
+        audit(tmp_path)
+
+
+def test_a_group_that_was_trained_but_never_received_is_found_where_there_is_a_journal(tmp_path):
+    keep_books(tmp_path)
+    trained = {
+        row["step"]: row["trained"]
+        for row in read_lines(tmp_path / "ledger.jsonl")
+        if "trained" in row
+    }
+    (tmp_path / "journal").mkdir()
+    index = tmp_path / "journal" / "index.jsonl"
+    for step in (1, 2, 3, 6):  # of the others it says nothing
+        append_line(index, {"file": f"step_{step - 1:06d}.safetensors", "groups": trained[step]})
+    audit(tmp_path)
+    rows = read_lines(index)
+    rows[2]["groups"], late = rows[2]["groups"][1:], rows[2]["groups"][0]
+    rows[3]["groups"] += [late]
+    write_lines(index, rows)
+    with pytest.raises(
+        AuditError, match=f"group {late} was trained in step 3, the journal has not"
+    ):
         audit(tmp_path)
 
 

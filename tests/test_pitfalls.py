@@ -375,14 +375,15 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_and_no_base_weight(sav
 # ---- the list -------------------------------------------------------------------------------------
 
 
-def test_every_pitfall_names_a_test_that_exists():
-    text = (ROOT / "docs" / "pitfalls.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| (?!what|---)", line)]
-    assert len(rows) >= 75
+@pytest.mark.parametrize(("name", "num"), [("pitfalls.md", 75), ("reliability.md", 75)])
+def test_every_pitfall_and_fault_names_a_test_that_exists(name, num):
+    text = (ROOT / "docs" / name).read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| (?!what goes|fault \||---)", line)]
+    assert len(rows) >= num
     for row in rows:
         *_, cell, _ = row.split("|")
         named = re.findall(r"(test_\w+\.py)::(test_\w+)", cell)
         assert named, row
-        for file, name in named:
+        for file, test in named:
             source = (ROOT / "tests" / file).read_text()
-            assert f"def {name}(" in source, f"{file} has no {name}"
+            assert f"def {test}(" in source, f"{file} has no {test}"

@@ -24,7 +24,14 @@ from splitgrpo.config import DiskTrouble, LearnerSettings, SettingsError
 from splitgrpo.demo import make_demo_model
 from splitgrpo.files import sha256_file, write_json
 from splitgrpo.ledger import audit, read_lines
-from splitgrpo.runfolder import PatientWriter, check_unused, next_lineage, remove_run, rewind
+from splitgrpo.runfolder import (
+    PatientWriter,
+    check_unused,
+    claim_run_folder,
+    next_lineage,
+    remove_run,
+    rewind,
+)
 from splitgrpo.zero import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,6 +231,23 @@ def test_a_folder_that_holds_a_run_is_refused_and_cleared_when_told_so(tmp_path)
     check_unused(tmp_path)
     assert next_lineage(tmp_path, 0) == 1
     assert not checkpoints.found_in(tmp_path)
+
+
+def test_two_learners_on_one_folder_are_refused_until_the_first_is_gone(tmp_path):
+    claim = "from splitgrpo.runfolder import claim_run_folder; claim_run_folder(sys.argv[1])"
+    script = f"import sys, time; {claim}; print(1, flush=True); time.sleep(60)"
+    first = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    try:
+        assert first.stdout.readline() == b"1\n"
+        for how in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(SettingsError, match="in use by another learner"):
+                claim_run_folder(str(tmp_path), **how)
+    finally:
+        first.kill()
+        first.wait()
+    claim_run_folder(str(tmp_path))  # the lock of a dead process is none
 
 
 def test_a_resumed_run_takes_back_what_was_reported_later_and_that_it_is_done(tmp_path):
