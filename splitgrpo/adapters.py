@@ -112,22 +112,32 @@ class Publisher:
 
         Raises OSError; readers then find the version before, or this one whole, and the same call may be tried again.
         """
-        name = f"v{version:06d}.L{self.lineage}"
-        folder = self.run_dir / "adapters" / name
+        return self.point(version, self.write(version, tensors), done=done)
+
+    def write(self, version: int, tensors: dict[str, Tensor]) -> str:
+        """Write one version, which nobody finds yet; returns the sha256 of its weights. Raises OSError."""
+        folder = self.run_dir / "adapters" / self.name(version)
         if not folder.exists():
             write_folder(folder, lambda aside: self.fill(aside, version, tensors))
-        digest = self.read_digest(folder)
+        return self.read_digest(folder)
+
+    def point(self, version: int, digest: str, *, done: bool = False) -> Pointer:
+        """Point at what `write` wrote, and remove what is old. Raises OSError."""
         pointer = Pointer(
             version=version,
             lineage=self.lineage,
-            folder=name,
+            folder=self.name(version),
             sha256=digest,
             run_id=self.run_id,
             done=done,
         )
         write_json(self.run_dir / POINTER, msgspec.to_builtins(pointer))
-        self.remove_old(name)
+        self.remove_old(pointer.folder)
         return pointer
+
+    def name(self, version: int) -> str:
+        """Of the folder of one version."""
+        return f"v{version:06d}.L{self.lineage}"
 
     def fill(self, folder: Path, version: int, tensors: dict[str, Tensor]) -> None:
         """Write the PEFT files and the manifest into an empty folder."""

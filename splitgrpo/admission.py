@@ -108,7 +108,7 @@ def refusal(
 def check_origin(
     plan: ServerPlan, header: GroupHeader, settings_hash: str, version: int, digests: dict[int, str]
 ) -> None:
-    """Refuse a group that this run, now at `version`, did not ask for. `digests` {version: sha256} of what was published.
+    """Refuse a group that this run, now at `version`, did not ask for. `digests` {version: sha256} of all that it publishes.
 
     Raises ForeignGroup.
     """
@@ -126,7 +126,7 @@ def check_origin(
         raise ForeignGroup(
             f"the adapter of version {header.policy_version}, which sampled it, is gone"
         )
-    if header.lineage > plan.lineage or header.policy_version > version:
+    if header.lineage > plan.lineage or header.policy_version > max([version, *digests]):
         raise ForeignGroup(f"version {header.policy_version} is not published yet (at {version})")
     if digests.get(header.policy_version, header.adapter_digest) != header.adapter_digest:
         raise ForeignGroup(

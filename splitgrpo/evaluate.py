@@ -15,6 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from splitgrpo.process import StopFlag, begin_process, end_process, run_main
+
+if __name__ == "__main__":
+    begin_process()
+
 import numpy as np
 import torch
 from peft import PeftModel
@@ -36,7 +41,6 @@ from splitgrpo.cli import positive_int
 from splitgrpo.config import DataError, SettingsError, default_threads
 from splitgrpo.engines.base import Engine, Sampling
 from splitgrpo.engines.hf import HFEngine
-from splitgrpo.process import StopFlag, end_process, run_main
 
 log = logging.getLogger("evaluate")
 

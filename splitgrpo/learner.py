@@ -189,10 +189,15 @@ class Learner:
         self.ranks.bump(f"publishing version {self.step}")
         tensors = enginestate.lora_state(self.model)
         self.history.add(self.step, tensors)
-        if self.publisher is not None and self.server is not None:
-            publish = functools.partial(self.publisher.publish, self.step, tensors, done=done)
-            pointer = self.patiently(f"publish version {self.step}", publish)
-            self.server.set_version(self.step, pointer.sha256)
+        if self.publisher is None or self.server is None:
+            return
+        what, publisher = f"publish version {self.step}", self.publisher
+        digest = self.patiently(what, lambda: publisher.write(self.step, tensors))
+        self.server.expect(
+            self.step, digest
+        )  # a sampler may be faster than the line after the next
+        self.patiently(what, lambda: publisher.point(self.step, digest, done=done))
+        self.server.set_version(self.step, digest)
 
     def _hold_needed(self) -> None:
         """Groups that come again after a restart are measured with the versions that they were sampled by."""
@@ -281,10 +286,9 @@ class Learner:
         self.save()
         self.publish(done=True)
         if self.publisher is not None:
-            folder = self.run_dir / "adapters" / f"v{self.step:06d}.L{self.start.lineage}"
             report = {"steps": self.step, "skipped_steps": self.bad_steps.total,
                       "train_wall_s": time.monotonic() - self.started}  # fmt: skip
-            mark_done(self.run_dir, folder, report)
+            mark_done(self.run_dir, self.publisher.name(self.step), report)
         self.close(finished=True, reason=f"finished {self.step} steps")
         self.log.info("finished %d steps: %s", self.step, self.run_dir)
 

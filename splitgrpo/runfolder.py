@@ -94,7 +94,7 @@ def rewind(run_dir: Path, step: int) -> None:
         )
 
 
-def next_lineage(run_dir: Path, checkpointed: int) -> int:
+def next_lineage(run_dir: Path, checkpointed: int = 0) -> int:
     """One more than that of any learner which has published or saved here: rolled back weights are never taken for new."""
     found = [int(m[2]) for p in (run_dir / "adapters").iterdir() if (m := FOLDER.fullmatch(p.name))]
     pointer = last_pointer(run_dir)
@@ -137,11 +137,11 @@ class PatientWriter:
                 time.sleep(AGAIN_S)
 
 
-def mark_done(run_dir: Path, adapter: Path, report: dict[str, Any]) -> None:
+def mark_done(run_dir: Path, adapter: str, report: dict[str, Any]) -> None:
     """Leave the final adapter under a fixed name, then done.json: success is this file, never an exit code."""
     final = run_dir / "adapter"
     shutil.rmtree(final, ignore_errors=True)
-    write_folder(final, lambda aside: copy_files(adapter, aside))
+    write_folder(final, lambda aside: copy_files(run_dir / "adapters" / adapter, aside))
     write_json(run_dir / DONE, report)
 
 

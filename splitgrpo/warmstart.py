@@ -14,6 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitgrpo.process import StopFlag, begin_process, end_process, run_main
+
+if __name__ == "__main__":
+    begin_process()
+
 import numpy as np
 import torch
 
@@ -21,7 +26,6 @@ from splitgrpo import models
 from splitgrpo.cli import positive_int
 from splitgrpo.config import DataError, SettingsError, default_threads
 from splitgrpo.logprobs import PolicyModule
-from splitgrpo.process import StopFlag, end_process, run_main
 
 log = logging.getLogger("warmstart")
 SAY_EVERY_S = 10.0

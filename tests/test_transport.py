@@ -262,6 +262,21 @@ def test_a_group_from_a_version_that_was_never_published_is_dropped(net, make_gr
     check_foreign(server, client)
 
 
+def test_a_sampler_that_is_faster_than_the_learner_after_a_publish_loses_nothing(net, make_group):
+    """It may read the pointer and send before the learner has said to itself that the version is out."""
+    server, client = net.server(), net.client()
+    client.wait_grant(1)
+    server.expect(1, DIGEST)
+    send(client, make_group, 1, version=1)
+    assert seqs(server.take(1, 1, 5.0)) == [0]
+    server.expect(2, "cd" * 32)
+    client.wait_grant(1)
+    send(client, make_group, 1, version=2)  # of another adapter than that one
+    drain(server, client)
+    assert server.take(1, 2, 0.0) is None
+    assert server.dropped == {"foreign": 1}
+
+
 def test_a_group_sampled_with_another_adapter_than_its_version_names_is_dropped(net, make_group):
     server, client = net.server(), net.client()
     server.set_version(1, "cd" * 32)
