@@ -77,19 +77,8 @@ def recorded_settings(run_dir: str) -> dict[str, Any]:
             f"--replay {run_dir}: {folder}/settings.json cannot be read ({error}); only a run started with --journal can be "
             "trained on again"
         ) from error
-    own = {
-        "save_path",
-        "resume",
-        "overwrite",
-        "journal",
-        "replay",
-        "host",
-        "port",
-        "curve_key",
-        "local_rank",
-        "verbose",
-        "wait_timeout_s",
-    }
+    own = {"save_path", "resume", "overwrite", "journal", "replay", "host", "port", "curve_key", "local_rank", "verbose",
+           "wait_timeout_s"}  # fmt: skip
     known = {f.name for f in dataclasses.fields(LearnerSettings)} - own
     return {k: v for k, v in recorded.items() if k in known} | {
         "ds_config": str(folder / "ds_config.json")

@@ -193,9 +193,7 @@ class GroupServer(SocketThread):
         if isinstance(message, wire.Hello):
             self._welcome(identity, message)
             return
-        if not isinstance(
-            message, wire.Request | wire.Heartbeat | wire.GroupHeader | wire.GroupDropped | wire.Bye
-        ):
+        if isinstance(message, wire.Welcome | wire.Refuse | wire.Grant | wire.Commit):
             raise wire.MessageError(f"a sampler does not send {type(message).__name__}")
         peer = self.peers.get(message.sampler_id)
         if peer is None or peer.session != message.session:
@@ -215,9 +213,8 @@ class GroupServer(SocketThread):
         elif isinstance(message, wire.GroupHeader | wire.GroupDropped):
             self._receive_group(peer, message, blob, payload)
         else:
-            self.peer_log.say(
-                logging.INFO, "sampler %d left: %s", message.sampler_id, message.reason
-            )
+            left = "sampler %d left: %s"
+            self.peer_log.say(logging.INFO, left, message.sampler_id, message.reason)
             self.credit.leave(message.sampler_id)
             self._grant()
 

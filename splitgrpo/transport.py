@@ -112,6 +112,7 @@ class SocketThread:
         self.error: BaseException | None = None
         self._outbox: collections.deque[tuple[bytes, bytes]] = collections.deque()
         self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stop = False
         self._context = zmq.Context()  # made after any fork, ended with this thread
@@ -164,8 +165,12 @@ class SocketThread:
 
     def wake(self) -> None:
         """Make the thread look at its outbox now."""
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:
+            return
+        try:
             self._wake_in.send(b"x")
+        except BlockingIOError:
+            pass  # it has hundreds to read; to wait for that with the lock held would be for ever
 
     def start(self) -> None:
         """Hand the socket over to the thread; nobody else touches it from here on."""

@@ -25,6 +25,7 @@ from splitgrpo.process import PARENT_ENV
 from splitgrpo.rollout import check_group
 from splitgrpo.server import GroupServer
 from splitgrpo.transport import make_key
+from splitgrpo.wire import Bye
 from splitgrpo.zero import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -197,16 +198,14 @@ def test_a_slow_learner_holds_its_samplers_back_and_nobody_grows(run, max_stalen
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 8])
-@pytest.mark.parametrize("filter_rounds", [2, 3])
-def test_a_run_ends_though_all_groups_of_every_nth_round_are_filtered_out(
-    run, max_staleness, filter_rounds
-):
+def test_a_run_ends_though_all_groups_of_every_second_round_are_filtered_out(run, max_staleness):
     run.start(max_staleness, groups_per_step=6, max_steps=20)
-    samplers = [run.sampler(i, batch=3, filter_rounds=filter_rounds) for i in range(2)]
+    samplers = [run.sampler(i, batch=3, filter_rounds=2) for i in range(2)]
+    wait_until(lambda: len(run.server.peers) == 2, "both are there")
     run.take_steps(20)
     run.finish()
     assert [s.wait(5) for s in samplers] == [0, 0]
-    assert run.server.dropped["filtered"] > 20 * 6 / filter_rounds / 2
+    assert run.server.dropped["filtered"] > 40
     assert set(run.server.dropped) <= {"filtered", "stale"}
     assert sum(run.trained.values()) == 120
 
@@ -224,6 +223,24 @@ def test_a_sampler_is_sent_home_at_once_by_a_learner_that_ends_before_its_last_s
     assert sampler.wait(5) == 0
     assert time.monotonic() - ended < 1.0
     assert run.server.dropped == {"unused": (max_staleness + 1) * 4}
+
+
+def test_a_goodbye_that_is_lost_on_the_way_is_said_again(run):
+    run.start(1, groups_per_step=4)
+    sampler = run.sampler(batch=4)
+    run.take_steps(5)
+    post, lost = run.server.post, []
+
+    def lose_first(identity, header, blob=b""):
+        if isinstance(header, Bye) and not lost:
+            lost.append(header)
+        else:
+            post(identity, header, blob)
+
+    run.server.post = lose_first
+    run.finish()
+    assert lost
+    assert sampler.wait(3) == 0
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 8])
@@ -249,11 +266,11 @@ def test_either_may_start_seconds_after_the_other(run, max_staleness, late):
     run.groups_per_step = 4
     if late == "sampler":
         run.start(max_staleness, groups_per_step=4, max_steps=20)
-        assert run.server.take(4, 0, 3.0) is None
+        assert run.server.take(4, 0, 2.5) is None
         sampler = run.sampler()
     else:
         sampler = run.sampler()
-        time.sleep(3.0)
+        time.sleep(2.5)
         run.start(max_staleness, groups_per_step=4, max_steps=20)
     run.take_steps(20)
     run.finish()
@@ -284,6 +301,22 @@ def test_any_number_of_samplers_get_fair_shares(run, num_samplers, num_steps):
     assert samplers.wait(10) == 0
     assert max(abs(share - mean) for share in shares) <= 0.25 * mean + 8
     assert run.granted == sum(run.server.next_seq.values()) + run.server.lost
+
+
+def test_a_learner_that_has_much_to_say_at_once_does_not_wait_for_itself(run):
+    server, over = run.start(1, groups_per_step=4), threading.Event()
+
+    def say():
+        with server.lock:  # as commit does: the thread that would make room needs it
+            for _ in range(2000):
+                server.post(b"nobody", Bye(sampler_id=0, session="", finished=False, reason=""))
+        over.set()
+
+    threading.Thread(target=say, daemon=True).start()
+    stuck = not over.wait(5)
+    while not over.wait(0.01):
+        server._wake_out.recv(1 << 16)  # so that the test can end
+    assert not stuck
 
 
 def test_one_of_sixteen_is_killed_one_joins_and_a_twin_is_refused(run):
@@ -326,7 +359,6 @@ class Proxy:
         self.to_port, self.port, self.rng = to_port, free_port(), random.Random(seed)
         self.max_delay_s, self.reset = max_delay_s, reset
         self.cut, self.num_resets, self.num_chunks = False, 0, 0
-        self.reached = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.go, daemon=True)
         self.thread.start()
@@ -346,7 +378,6 @@ class Proxy:
         except OSError:
             writer.transport.abort()
             return
-        self.reached = True
         both = (writer, far_writer)
         ways = [self.carry(reader, far_writer), self.carry(far_reader, writer)]
         _, left = await asyncio.wait(
@@ -354,7 +385,6 @@ class Proxy:
         )
         for task in left:
             task.cancel()
-        self.reached = False
         for end in both:
             end.transport.abort()  # a reset: what is under way is gone
 
@@ -376,8 +406,13 @@ class Proxy:
             pass
 
     def close(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(self.end)
         self.thread.join(5)
+
+    def end(self):
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
 
 
 def proxy(run, seed, **faults):
@@ -385,19 +420,22 @@ def proxy(run, seed, **faults):
     return run.proxies[-1]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_resets_splits_and_delays_lose_no_group_and_repeat_none(run, seed):
+def test_resets_splits_and_delays_lose_no_group_and_repeat_none(run):
     run.start(2, groups_per_step=6)
-    lines = [proxy(run, 10 * seed + i, max_delay_s=0.2, reset=0.02) for i in range(3)]
+    lines = [proxy(run, i, max_delay_s=0.2, reset=0.02) for i in range(3)]
     samplers = [run.sampler(i, batch=3, port=line.port) for i, line in enumerate(lines)]
-    run.take_steps(25)
+    run.take_steps(16)
     resets = sum(line.num_resets for line in lines)
     LOG.warning(
         f"{resets} resets, {sum(line.num_chunks for line in lines)} pieces, {dict(run.server.dropped)}"
     )
     for line in lines:
         line.reset = 0.0
-    wait_until(lambda: all(line.reached for line in lines), "all are connected")
+    calm = time.monotonic()
+    wait_until(
+        lambda: [p.last_seen > calm for p in run.server.peers.values()] == [True] * 3,
+        "all are connected again",
+    )
     run.finish()
     assert resets > 5
     assert [s.wait(10) for s in samplers] == [0, 0, 0]
@@ -455,7 +493,7 @@ def test_a_hundred_kills_of_learner_and_samplers_leave_each_group_with_one_fate(
     alive = {name: start(name) for name in ("learner", "sampler0", "sampler1", "sampler2")}
     kills = collections.Counter()
     for _ in range(100):
-        time.sleep(rng.choice([0.02, 0.1, 0.2, 0.4, 0.6]))
+        time.sleep(rng.choice([0.02, 0.1, 0.2, 0.3, 0.5]))
         victims = [["learner"], ["sampler0"], ["sampler1"], ["sampler2"], ["learner", "sampler1"]]
         for name in rng.choice(victims):
             assert alive[name].poll() is None, log_of(name)
@@ -463,7 +501,7 @@ def test_a_hundred_kills_of_learner_and_samplers_leave_each_group_with_one_fate(
             alive[name].wait()
             kills[name] += 1
             alive[name] = start(name)
-    time.sleep(3.0)
+    time.sleep(2.0)
     (run.folder / "enough").touch()
     assert {name: p.wait(15) for name, p in alive.items()} == dict.fromkeys(alive, 0), log_of(
         "learner"
