@@ -10,7 +10,7 @@ import numpy as np
 
 from splitgrpo import models
 from splitgrpo.adapters import POINTER, Adapter, AdapterError, read_pointer
-from splitgrpo.client import GroupClient, make_hello
+from splitgrpo.client import GroupClient, RunFinished, make_hello
 from splitgrpo.config import (
     PeerTimeout,
     SamplerSettings,
@@ -31,6 +31,7 @@ from splitgrpo.wire import Reason
 
 SAY_EVERY_S = 10.0
 RETRY_S = 0.5
+LOOK_S = 2.0
 FINISHED_S = 30.0  # a learner that goes on with a finished run, started with this sampler, may take so long to say so
 
 
@@ -48,6 +49,7 @@ class Sampler:
         )
         self.started = time.monotonic()
         self.num_replaced = self._in_row = 0
+        self._looked = 0.0
         self.failures = Failures(settings.reload_failures, log)
         self.want_ref = effective_kl_coef(settings) > 0
         models.check_model_path(settings.model_path)
@@ -65,7 +67,7 @@ class Sampler:
             read_key(self.run_dir / "run.key"),
             make_hello(settings.sampler_id, self.adapter.pointer.run_id, agreed_settings(settings)),
             wait_timeout_s=settings.wait_timeout_s,
-            check_stop=stop.raise_if_set,
+            check_stop=self._raise_if_over,
             log=log,
             curve=read_curve(settings.curve_key, "sampler"),
         )
@@ -88,6 +90,19 @@ class Sampler:
                 self.log.info("waiting for %s (%.0f s): %s", what, waited, self._looked_for())
             time.sleep(RETRY_S)
         return value
+
+    def _raise_if_over(self) -> None:
+        """While the learner is waited for: its goodbye may have been lost, and latest.json says the same."""
+        self.stop.raise_if_set()
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        try:
+            pointer = read_pointer(self.run_dir)
+        except AdapterError:
+            return  # the next reload says so
+        if pointer is not None and pointer.done and pointer.run_id == self.adapter.pointer.run_id:
+            raise RunFinished
 
     def _looked_for(self) -> str:
         path = self.run_dir / POINTER

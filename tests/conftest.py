@@ -1,6 +1,7 @@
 """Tiny models and records that many tests use."""
 
 import os
+import signal
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from splitgrpo.logprobs import use_float32_output
 from splitgrpo.rollout import Group, Rollout
 
+# A shell starts background jobs with Ctrl-C ignored, and programs inherit that; the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 VOCAB, END = 50, 1
 torch.set_num_threads(1)
 

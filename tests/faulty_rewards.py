@@ -73,7 +73,7 @@ ACTS = {
     "raise": lambda: 1 / 0, "unprintable": unprintable, "recursion": deep, "surrogate": complain, "input": input,
     "sys.exit": lambda: sys.exit(3), "os._exit": lambda: os._exit(3), "abort": os.abort,
     "segfault": lambda: ctypes.string_at(0),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "close": lambda: os.closerange(3, 64),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "close": lambda: os.closerange(3, 65536),
     "hang": lambda: time.sleep(60), "hang in C": hang_in_c, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "leave a copy": leave_a_copy,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """One rank that joins and watches as the learner's do, with or without torch; tests/test_ranks.py tells it what to do.
 
-python rank_script.py FOLDER MODE       what it does first; MODE "torch" meets in a gloo collective each turn
+python rank_script.py FOLDER MODE STALL_S       MODE "torch" meets in a gloo collective each turn
 A file FOLDER/rankN holds the order for rank N: stick, raise, finish, skip.
 """
 
@@ -26,7 +26,7 @@ def story(stop: StopFlag) -> None:
     """Take turns until told otherwise."""
     watch = rankwatch.join_ranks(sys.argv[1], stop, log)
     meet = make_meet(watch) if mode == "torch" else lambda: None
-    watch.expect_progress(4)
+    watch.expect_progress(float(sys.argv[3]))
     watch.bump("step 1: turning")
     while True:
         (folder / f"turned{RANK}").touch()

@@ -21,7 +21,9 @@ SCRIPT = Path(__file__).with_name("rank_script.py")
 class Ranks:
     """Several ranks started by hand, so that no launcher ends those that are left."""
 
-    def __init__(self, folder: Path, count: int, mode: str = "plain", port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, count: int, mode: str = "plain", port: int = 0, stall_s: float = 60
+    ) -> None:
         self.folder, self.port = folder, port or free_port()
         self.processes = []
         for rank in range(count):
@@ -36,7 +38,7 @@ class Ranks:
             with (folder / f"log{rank}").open("wb") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(SCRIPT), str(folder), mode],
+                        [sys.executable, str(SCRIPT), str(folder), mode, str(stall_s)],
                         env=env, stdout=file, stderr=file,
                     )
                 )  # fmt: skip
@@ -112,7 +114,7 @@ def test_a_stopped_rank_is_named_by_the_others_and_ends_when_it_is_woken(tmp_pat
 def test_a_stuck_rank_or_a_skipped_collective_is_told_with_what_each_did_last(
     tmp_path, order, mode
 ):
-    with Ranks(tmp_path, 2, mode) as ranks:
+    with Ranks(tmp_path, 2, mode, stall_s=4) as ranks:
         ranks.wait_turning().order(1, order)
         assert ranks.codes(0, 1, within_s=15) == [75, 75], ranks.texts()
         doing = "thinking" if order == "stick" else "turning"

@@ -33,12 +33,13 @@ from splitgrpo.adapters import (
     read_pointer,
 )
 from splitgrpo.admission import ServerPlan
+from splitgrpo.client import RunFinished
 from splitgrpo.config import PeerTimeout, SamplerSettings, SettingsError, agreed_settings
 from splitgrpo.files import sha256_file, write_json
 from splitgrpo.models import add_lora, attach_adapter, load_base, lora_config
 from splitgrpo.process import Stopped
 from splitgrpo.reload import Failures, read_newest
-from splitgrpo.sampler import Sampler
+from splitgrpo.sampler import FINISHED_S, Sampler
 from splitgrpo.server import GroupServer
 from splitgrpo.transport import make_key
 from splitgrpo.warmstart import save_model
@@ -85,7 +86,7 @@ class Run:
             LOG,
             self.folder,
         )
-        made.failures = Failures(reload_failures, LOG)
+        made.failures, made.started, made._looked = Failures(reload_failures, LOG), 0.0, 0.0
         made.client = SimpleNamespace(bump=lambda status: None)
         made.adapter = read_newest(self.folder)
         model = attach_adapter(tiny_model(), made.adapter)
@@ -261,9 +262,33 @@ def test_the_first_adapter_is_retried_as_well(run, caplog):
     assert caplog.text.count("not loaded") == 1
     run.publish(2)
     assert made._first_adapter().pointer.version == 2
+
+
+def test_a_run_that_is_finished_is_waited_for_a_moment_since_a_learner_may_go_on_with_it(run):
+    made = run.sampler()
+    made.started = time.monotonic()
+    run.publish(2)
     run.point(done=True)
-    with pytest.raises(SettingsError, match="is finished"):
+    assert made._first_adapter() is None
+    run.point(done=False)
+    assert made._first_adapter().pointer.version == 2
+    run.point(done=True)
+    made.started -= FINISHED_S
+    with pytest.raises(SettingsError, match=r"is finished .*--resume and more --max_steps"):
         made._first_adapter()
+
+
+def test_a_sampler_that_waits_reads_in_the_folder_that_the_run_is_finished(run):
+    made = run.sampler()
+    made._raise_if_over()
+    run.point(done=True)
+    made._raise_if_over()  # it has just looked
+    made._looked = 0.0
+    with pytest.raises(RunFinished):
+        made._raise_if_over()
+    (run.folder / "latest.json").write_text("{")
+    made._looked = 0.0
+    made._raise_if_over()
 
 
 def test_a_failure_is_said_at_once_when_its_reason_changes_and_then_every_ten_seconds(
@@ -283,7 +308,7 @@ def test_a_failure_is_said_at_once_when_its_reason_changes_and_then_every_ten_se
     fail("a", 1)
     failures.clear("v")
     fail("a", 1)
-    said = Counter(r.getMessage()[-1] for r in caplog.records)
+    said = Counter(r.getMessage()[-1] for r in caplog.records if "not loaded" in r.getMessage())
     assert said == {"a": 3 + 1 + 1, "b": 1}
 
 
