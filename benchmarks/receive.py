@@ -43,7 +43,7 @@ def measure(num_samplers: int, seconds: float, folder: Path) -> str:
     key = make_key(folder / "run.key")
     plan = ServerPlan(
         run_id="run", lineage=1, settings=SETTINGS, groups_per_step=GROUPS_PER_STEP, max_staleness=4, max_steps=1 << 30,
-        start_version=0, cursor={}, peer_timeout_s=60.0, check_group=check,
+        start_version=0, cursor={}, peer_timeout_s=60.0, check_group=check, old_digests={0: digest_of(0)},
     )  # fmt: skip
     server = GroupServer("127.0.0.1", port, key, plan, logging.getLogger("receive"))
     command = [sys.executable, ROOT / "tests/fake_sampler.py", port, folder / "run.key", 0, 0, 4, 0,

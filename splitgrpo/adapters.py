@@ -166,7 +166,9 @@ class Publisher:
         found = [p for p in (self.run_dir / "adapters").iterdir() if FOLDER.fullmatch(p.name)]
         for folder in sorted(found, key=lambda p: order(p.name))[: -self.keep]:
             if folder.name != current and order(folder.name)[1] not in self.needed:
-                shutil.rmtree(folder)
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                )  # a reader's, on some disks; next time then
 
 
 def order(name: str) -> tuple[int, int]:
@@ -281,26 +283,14 @@ def install_adapter(model: PeftModel, adapter: Adapter) -> None:
     model.eval()
 
 
-def recent_versions(run_dir: Path, before: int, num: int) -> list[tuple[int, dict[str, Tensor]]]:
-    """(version, tensors) of up to `num` published versions before one, of the newest lineage that has each, oldest first.
-
-    A damaged one is left out.
-    """
-    newest: dict[int, str] = {}
-    for path in (run_dir / "adapters").iterdir():
-        if (match := FOLDER.fullmatch(path.name)) and int(match[1]) < before:
-            name = newest.setdefault(int(match[1]), path.name)
-            newest[int(match[1])] = max(name, path.name, key=order)
-    found = []
-    for version in sorted(newest)[-num:]:
-        name = newest[version]
-        try:
-            manifest = read_struct(run_dir / "adapters" / name / MANIFEST, Manifest)
-            pointer = Pointer(
-                version=version, lineage=manifest.lineage, folder=name,
-                sha256=manifest.files[WEIGHTS][1], run_id=manifest.run_id, done=False,
-            )  # fmt: skip
-            found.append((version, read_adapter(run_dir, pointer).tensors))
-        except (AdapterError, KeyError):
-            continue
-    return found
+def read_version(run_dir: Path, version: int, lineage: int) -> Adapter | None:
+    """One published version, which no pointer need name any more; None where it is gone or damaged."""
+    name = f"v{version:06d}.L{lineage}"
+    try:
+        manifest: Manifest = read_struct(run_dir / "adapters" / name / MANIFEST, Manifest)
+        digest = manifest.files[WEIGHTS][1]
+        return read_adapter(
+            run_dir, Pointer(version, lineage, name, digest, manifest.run_id, done=False)
+        )
+    except (AdapterError, KeyError):
+        return None

@@ -24,7 +24,7 @@ class ServerPlan:
     settings         of config.agreed_settings; a sampler that differs is refused
     groups_per_step  groups of one optimizer step; never more than max_steps of them are wanted
     start_version    policy version (optimizer steps) at this start; groups of another lineage must not be newer
-    old_versions     versions before that of which the adapter can still be read: groups of others cannot be measured
+    old_digests      {version: sha256} of the adapters, up to that, which groups made before this start may be of
     cursor           {sampler_id: sequence number of its first group that has no fate yet}
     peer_timeout_s   a sampler that makes no progress for so long gives back its credit
     check_group      raises RolloutError for a group whose values cannot be trained on
@@ -44,7 +44,7 @@ class ServerPlan:
     check_group: Callable[[Group], None]
     dropped: Mapping[str, int] = field(default_factory=dict)
     lost: int = 0
-    old_versions: frozenset[int] = frozenset()
+    old_digests: Mapping[int, str] = field(default_factory=dict)
     journal: bool = False
 
 
@@ -108,10 +108,12 @@ def refusal(
 def check_origin(
     plan: ServerPlan, header: GroupHeader, settings_hash: str, version: int, digests: dict[int, str]
 ) -> None:
-    """Refuse a group that this run, now at `version`, did not ask for. `digests` {version: sha256} of all that it publishes.
+    """Refuse a group that this run, now at `version`, did not ask for. `digests` {version: sha256} of all its adapters.
 
     Raises ForeignGroup.
     """
+    if header.schema_version != SCHEMA_VERSION:
+        raise ForeignGroup(f"record schema {header.schema_version}, expected {SCHEMA_VERSION}")
     if header.run_id != plan.run_id or header.settings_hash != settings_hash:
         raise ForeignGroup("of another run or made under other settings")
     if header.lineage != plan.lineage and header.policy_version > plan.start_version:
@@ -119,16 +121,14 @@ def check_origin(
             f"sampled by version {header.policy_version} of lineage {header.lineage}, whose weights were rolled back to "
             f"version {plan.start_version}"
         )
-    if (
-        header.policy_version < plan.start_version
-        and header.policy_version not in plan.old_versions
-    ):
+    if header.policy_version < version - plan.max_staleness:
+        return  # stale, whatever it is
+    expected = digests.get(header.policy_version)
+    if expected is None:
         raise ForeignGroup(
-            f"the adapter of version {header.policy_version}, which sampled it, is gone"
+            f"version {header.policy_version} is none that this learner published (at {version}), or its adapter is gone"
         )
-    if header.lineage > plan.lineage or header.policy_version > max([version, *digests]):
-        raise ForeignGroup(f"version {header.policy_version} is not published yet (at {version})")
-    if digests.get(header.policy_version, header.adapter_digest) != header.adapter_digest:
+    if expected != header.adapter_digest:
         raise ForeignGroup(
             f"sampled with adapter {header.adapter_digest[:12]!r}…, which is not version {header.policy_version}"
         )

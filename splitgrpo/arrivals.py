@@ -81,10 +81,6 @@ class GroupQueue:
         fates, self._fates = self._fates, []
         return fates
 
-    def has_fates(self) -> bool:
-        """Whether `take_fates` would return something."""
-        return bool(self._fates)
-
     def finish(self) -> None:
         """The run is over: what is left in line is dropped as unused."""
         self._mark(lambda group: True, "unused")

@@ -54,7 +54,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adam_step     updates that Adam has made; less than `step` where steps were skipped
     schedule      steps that the learning-rate schedule of ds_config.json has made; None where there is none
     cursor        {sampler: sequence number of its first group without a fate}
-    skipped       steps with a non-finite gradient
+    skipped       steps with a non-finite gradient; bad_in_row: the last so many were
     elapsed_s     seconds of training until here, over all starts
     """
 
@@ -67,6 +67,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: int | None
     cursor: dict[int, int]
     skipped: int
+    bad_in_row: int
     elapsed_s: float
     num_ranks: int
     settings: dict[str, Any]
@@ -105,7 +106,7 @@ def write_checkpoint(run_dir: Path, tensors: dict[str, Tensor], keep: int, **fie
     if not path.exists():
         write_folder(path, fill)
     for old in found_in(run_dir)[keep:]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # what is new is safe; next time then
     return path
 
 

@@ -145,6 +145,12 @@ def check_settings(settings: SharedSettings) -> None:
 
 def check_learner_settings(s: LearnerSettings) -> None:
     """The part of `check_settings` that only a learner has."""
+    require(
+        not (s.resume and s.overwrite),
+        "--resume goes on with a run, --overwrite removes it: give one of them",
+    )
+    require(s.replay is None or Path(s.replay).resolve() != Path(s.save_path).resolve(),
+            f"--replay {s.replay} is --save_path too: a replay is a run of its own, give it another folder")  # fmt: skip
     for name in ("save_steps", "sync_steps", "keep_checkpoints", "max_bad_steps"):
         require(getattr(s, name) >= 1, f"--{name} {getattr(s, name)}: must be at least 1")
     require(s.sync_steps <= s.max_staleness + 1, f"--sync_steps {s.sync_steps} with --max_staleness "

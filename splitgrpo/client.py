@@ -93,11 +93,16 @@ class GroupClient(SocketThread):
         with self.lock:
             self._wanted, self._grant = num_groups, None
             self._request()
-        self._wait("credit from the learner", lambda: self._grant is not None)
-        with self.lock:
-            assert self._grant is not None
-            grant, self._grant, self._wanted = self._grant, None, 0
-            return grant.num_groups, (grant.lineage, grant.policy_version)
+        got: list[Grant] = []
+
+        def take() -> bool:  # at once: a learner that comes anew would withdraw it
+            if self._grant is not None:
+                got.append(self._grant)
+                self._grant, self._wanted = None, 0
+            return bool(got)
+
+        self._wait("credit from the learner", take)
+        return got[0].num_groups, (got[0].lineage, got[0].policy_version)
 
     def send(self, group: Group) -> bool:
         """Send one group; it is kept until a checkpoint holds its fate. False if another one is wanted first.
@@ -149,8 +154,8 @@ class GroupClient(SocketThread):
         started = said = time.monotonic()
         while True:
             self.bump(f"waiting for {what}")
+            self._check_stop()
             with self.lock:
-                self._check_stop()
                 self._raise_if_over()
                 if ready():
                     return
@@ -220,6 +225,8 @@ class GroupClient(SocketThread):
         elif isinstance(message, Commit):
             self._forget(message.seq)
         elif isinstance(message, Bye):
+            if message.session != self._boot_id:
+                return  # of a learner before this one: kept by somebody and said again
             self._bye, self._welcome = message, None
             self.log.info("the learner left: %s", message.reason)
         else:

@@ -1,6 +1,6 @@
 """Rank 0 receives groups, every rank gets the same ones; no rank waits for data inside a collective.
 
-Once a second at most all ranks meet in one tiny reduction that carries what to do next: nothing yet, take a step of n
+Every half second all ranks meet in one tiny reduction that carries what to do next: nothing yet, take a step of n
 bytes, or stop. Groups are shared as the wire bytes that came in, so that no pickle is needed among ranks either.
 """
 

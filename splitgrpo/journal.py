@@ -112,8 +112,7 @@ class Journal:
 def read_index(folder: Path) -> dict[int, str]:
     """{step: sha256} of the files in a journal, from step 0 without a gap. Raises SettingsError."""
     try:
-        rows = [json.loads(line) for line in (folder / INDEX).read_text().splitlines()]
-        digests = {row["file"]: row["sha256"] for row in rows}
+        digests = {row["file"]: row["sha256"] for row in read_lines(folder / INDEX)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"--replay: {folder / INDEX} cannot be read ({error})") from error
     found: dict[int, str] = {}

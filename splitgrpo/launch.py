@@ -9,6 +9,7 @@ checkpoint.
 
 import argparse
 import dataclasses
+import json
 import logging
 import random
 import signal
@@ -54,6 +55,9 @@ class Restarts:
     """Restarts that a run still has; those of both workers count together."""
 
     left: int
+    old_runs: frozenset[str] = (
+        frozenset()
+    )  # run ids of checkpoints that were there before and are not to be gone on with
     used: int = 0
 
     def allow(self, code: int) -> bool:
@@ -71,7 +75,7 @@ class Restarts:
             "the %s ended with code %d and is started again (%d of at most %d); its last line:\n%s",
             bad.name, code, self.used, self.used + self.left, bad.last_lines(1),
         )  # fmt: skip
-        saved = any((run_dir / "checkpoints").glob("step_*"))
+        saved = run_ids(run_dir) - self.old_runs
         anew = bad.name == "learner" and not saved
         chosen = workers if anew else [bad]
         end_all(chosen, END_S)
@@ -81,15 +85,26 @@ class Restarts:
             worker.start_again(learner_flag if worker.name == "learner" else "")
 
 
+def run_ids(run_dir: Path) -> frozenset[str]:
+    """Of the checkpoints in a folder, as far as they can be read."""
+    found = set()
+    for path in (run_dir / "checkpoints").glob("step_*/state.json"):
+        try:
+            found.add(str(json.loads(path.read_bytes())["run_id"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return frozenset(found)
+
+
 def supervise(
     workers: Sequence[Worker],
     run_dir: Path,
     max_steps: int,
     check_stop: Callable[[], None],
-    max_restarts: int = 0,
+    restarts: Restarts | None = None,
 ) -> int:
     """Show progress until both workers have ended; returns the exit code of the first that failed for good, or 0."""
-    reader, restarts = MetricsReader(run_dir / "metrics.jsonl"), Restarts(max_restarts)
+    reader, restarts = MetricsReader(run_dir / "metrics.jsonl"), restarts or Restarts(0)
     first: Worker | None = None
     code, failed_at = EXIT_OK, 0.0
     with ProgressBar(max_steps) as bar:
@@ -168,15 +183,19 @@ def train(
     check_save_path(run_dir, used=given.resume or given.overwrite)
     sampler = [sys.executable, str(ROOT / "sampling_worker.py"), *for_sampler]
     started = commands or {"learner": learner_command(ranks, for_learner), "sampler": sampler}
+    restarts = Restarts(max_restarts, run_ids(run_dir) if given.overwrite else frozenset())
     workers: list[Worker] = []
     try:
         for name, command in started.items():
             workers.append(Worker.start(name, command, run_dir / f"{name}.log"))
         log.info("learner and sampler started, logs and results in %s", run_dir)
-        return supervise(workers, run_dir, given.max_steps, check_stop, max_restarts)
+        return supervise(workers, run_dir, given.max_steps, check_stop, restarts)
     finally:
         end_all(workers, END_S)
-        plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
+        try:
+            plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
+        except OSError as error:
+            log.warning("no curves: %s", error)
 
 
 def check_save_path(run_dir: Path, *, used: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from splitgrpo import checkpoints, enginestate, models, zero
-from splitgrpo.adapters import Publisher, base_digest, recent_versions
+from splitgrpo.adapters import Publisher, base_digest
 from splitgrpo.arrivals import REASONS, Trained
 from splitgrpo.config import LearnerSettings, default_threads, loss_options
 from splitgrpo.feed import Feed
@@ -23,7 +23,7 @@ from splitgrpo.logprobs import PolicyModule
 from splitgrpo.losses import soft_overlong_penalty
 from splitgrpo.mismatch import WARN_ABOVE, Correction, MismatchAlarm, PolicyHistory
 from splitgrpo.monitor import MetricsWriter, step_line
-from splitgrpo.opening import Start, begin, is_main, open_run, share_start
+from splitgrpo.opening import Start, is_main, old_adapters, open_run, share_start
 from splitgrpo.process import StopFlag
 from splitgrpo.rankwatch import join_ranks
 from splitgrpo.rollout import Group
@@ -38,7 +38,7 @@ class Learner:
     def __init__(self, settings: LearnerSettings, stop: StopFlag, log: logging.Logger) -> None:
         """Check everything that can be checked first, then join the ranks, load the model and start DeepSpeed."""
         self.settings, self.stop, self.log = settings, stop, log
-        self.step, self._saved_step = 0, -1
+        self.step, self._saved_step, self._published = 0, -1, False
         self.server: GroupServer | Replay | None = None
         self._cursor: dict[int, int] = {}
         self.ledger: Ledger | None = None
@@ -62,8 +62,7 @@ class Learner:
         self.run_dir, key, self.start = Path(settings.save_path), b"", Start("")
         watch = join_ranks(str(self.run_dir.absolute()), stop, log)
         if is_main():
-            key, self.start = begin(settings, log)
-            opened = open_run(settings, key, self.start, self.ds.config, self.groups_per_step, log)
+            key, self.start, opened = open_run(settings, self.ds.config, self.groups_per_step, log)
             self.server, self.ledger = opened.server, opened.ledger
             self.metrics, self.journal = opened.metrics, opened.journal
             self._cursor = self.server.cursor()
@@ -71,14 +70,8 @@ class Learner:
         key, self.start = share_start(self.ranks, self.run_dir, key, self.start)
         self.step = self.start.step
         self.engine = self._start_engine()
-        self.feed = Feed(
-            self.ranks,
-            self.server,
-            key,
-            wait_timeout_s=settings.wait_timeout_s,
-            should_stop=stop,
-            log=log,
-        )
+        self.feed = Feed(self.ranks, self.server, key, wait_timeout_s=settings.wait_timeout_s, should_stop=stop,
+                         log=log)  # fmt: skip
         watch.expect_progress(settings.wait_timeout_s)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -93,15 +86,11 @@ class Learner:
         self.log.info("%s: %s", s.model_path, models.describe_parameters(self.model))
         if self.ranks.is_main:
             self.publisher = Publisher(
-                run_dir=self.run_dir,
-                run_id=self.start.run_id,
-                lineage=self.start.lineage,
-                base_model=s.model_path,
-                base_digest=self.base_digest,
-                base_dtype=self.ds.dtype_name,
+                run_dir=self.run_dir, run_id=self.start.run_id, lineage=self.start.lineage,
+                base_model=s.model_path, base_digest=self.base_digest, base_dtype=self.ds.dtype_name,
                 config=models.lora_config(self.model),
-                keep=s.keep_adapters,
-            )
+                keep=max(s.keep_adapters, s.max_staleness + 1),  # a checkpoint may ask for them
+            )  # fmt: skip
             self._hold_needed()
         self.history = PolicyHistory(self.model, s.max_staleness + 1)
         limit = WARN_ABOVE[self.ds.dtype_name] if s.mismatch_warn is None else s.mismatch_warn
@@ -117,16 +106,19 @@ class Learner:
     def _go_on(self, engine: Any, path: Path, index: checkpoints.Index) -> None:
         """Put the state of a checkpoint into a fresh engine. Every rank calls this."""
         checkpoints.restore(engine, self.ranks, path, index)
-        self.bad_steps.total, self._saved_step = index.skipped, index.step
+        self.bad_steps.total, self.bad_steps.in_row = index.skipped, index.bad_in_row
+        self._saved_step = index.step
         self.started -= index.elapsed_s
-        for version, tensors in recent_versions(self.run_dir, index.step, self.history.keep):
-            self.history.add(version, tensors)
+        old = old_adapters(self.run_dir, self.start, self.settings.max_staleness)
+        for version, adapter in old.items():
+            self.history.add(version, adapter.tensors)
 
     # -- the steps ------------------------------------------------------------------------------------------------------
 
     def next_groups(self) -> list[Group]:
         """Wait for the groups of the next step. Raises Stopped, PeerTimeout."""
         self.step_started = time.monotonic()
+        self.patiently.spent_s = 0.0
         self.ranks.bump(f"step {self.step + 1}: waiting for rollouts")
         groups = self.feed.next_groups(self.groups_per_step, self.step)
         self.wait_s = time.monotonic() - self.step_started
@@ -183,9 +175,10 @@ class Learner:
         return result | rollout_metrics(groups, self.step - 1, advantages)
 
     def publish(self, *, done: bool = False) -> None:
-        """Publish the weights if this step is due, and raise the samplers' credit. Raises OSError."""
-        if self.step % self.settings.sync_steps and not done:
+        """Publish the weights at the start, and when a step is due; raise the samplers' credit. Raises DiskTrouble."""
+        if self.step % self.settings.sync_steps and self._published and not done:
             return
+        self._published = True
         self.ranks.bump(f"publishing version {self.step}")
         tensors = enginestate.lora_state(self.model)
         self.history.add(self.step, tensors)
@@ -213,6 +206,7 @@ class Learner:
             self.patiently("write the ledger", self.ledger.write)
 
     def _bump(self) -> None:
+        self.ranks.bump()
         if self.server is not None:
             self.server.bump()
 
@@ -259,13 +253,15 @@ class Learner:
             "schedule": zero.schedule_step(self.engine),
             "cursor": cursor,
             "skipped": self.bad_steps.total,
+            "bad_in_row": self.bad_steps.in_row,
             "elapsed_s": time.monotonic() - self.started,
             "num_ranks": self.ranks.num_ranks,
             "settings": dataclasses.asdict(self.settings),
         }
         self._saved_step = self.step
-        if self.server is None or self.ledger is None:
+        if self.server is None or self.metrics is None:
             return
+        self.patiently("write the metrics", self.metrics.flush)  # or the books would not agree
         write = functools.partial(
             checkpoints.write_checkpoint,
             self.run_dir,
@@ -288,7 +284,10 @@ class Learner:
         if self.publisher is not None:
             report = {"steps": self.step, "skipped_steps": self.bad_steps.total,
                       "train_wall_s": time.monotonic() - self.started}  # fmt: skip
-            mark_done(self.run_dir, self.publisher.name(self.step), report)
+            leave = functools.partial(
+                mark_done, self.run_dir, self.publisher.name(self.step), report
+            )
+            self.patiently("leave the final adapter", leave)
         self.close(finished=True, reason=f"finished {self.step} steps")
         self.log.info("finished %d steps: %s", self.step, self.run_dir)
 

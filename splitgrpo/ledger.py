@@ -21,7 +21,7 @@ from splitgrpo.arrivals import Dropped, Trained
 from splitgrpo.config import JOURNAL
 from splitgrpo.files import append_line, read_lines, write_lines
 
-LEDGER, METRICS = "ledger.jsonl", "metrics.jsonl"
+LEDGER, METRICS, DONE = "ledger.jsonl", "metrics.jsonl", "done.json"
 
 
 class AuditError(ValueError):
@@ -31,13 +31,17 @@ class AuditError(ValueError):
 class Ledger:
     """Writes the books of one run; only rank 0 has one."""
 
-    def __init__(self, run_dir: Path, lineage: int, resumed_at: int | None) -> None:
+    def __init__(
+        self, run_dir: Path, lineage: int, resumed_at: int | None, replay_of: str | None = None
+    ) -> None:
         """Go on with the books of a run, if there are any. Raises OSError, ValueError."""
         self.path, self.lineage = run_dir / LEDGER, lineage
         self.dropped: collections.Counter[str] = collections.Counter()
         self.lost = self._lost = 0  # at this start; as noted last
         self._pending: collections.deque[dict[str, Any]] = collections.deque()
         if resumed_at is None:
+            if replay_of:
+                append_line(self.path, {"lineage": lineage, "replay_of": replay_of})
             return
         rows = read_lines(self.path)
         before = surviving(rows)
@@ -81,7 +85,7 @@ def surviving(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for row in rows:
         if "resumed_at" not in row:
-            kept.append(row)
+            kept += [row] if "step" in row else []
             continue
         undone = sum(len(r["trained"]) for r in kept if r["step"] > row["resumed_at"])
         if undone != row["undone"]:
@@ -92,11 +96,28 @@ def surviving(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def lineages(rows: Sequence[dict[str, Any]], version: int) -> list[int]:
+    """Lineages that published the weights which this run has at `version`, newest first.
+
+    A learner that went on from an earlier step took back what others had published after it; one that went on from this
+    very step has the weights of the one before.
+    """
+    found = []
+    for row in [*reversed(rows), {"lineage": 1, "resumed_at": 0}]:
+        if row.get("resumed_at", version + 1) <= version:
+            found.append(row["lineage"])
+            if row["resumed_at"] < version:
+                break
+    return found
+
+
 def audit(run_dir: Path) -> dict[str, int]:
     """Check a run's ledger against itself, its metrics and its journal; returns totals. Raises AuditError.
 
     Every group of every sampler, from its first to its last with a fate, was trained once or dropped with one reason.
     """
+    if not (run_dir / LEDGER).exists():
+        raise AuditError(f"there is no {LEDGER}: is it a run folder?")
     rows = read_lines(run_dir / LEDGER)
     kept = surviving(rows)
     fates: dict[int, dict[int, str]] = {}
@@ -120,7 +141,10 @@ def audit(run_dir: Path) -> dict[str, int]:
                 book(sampler_id, seq, reason)
         if row["trained"]:
             totals_at[row["step"]] = dict(dropped)
-    for sampler_id, seqs in fates.items():
+    is_replay = any(
+        "replay_of" in row for row in rows
+    )  # the journal has no group that was dropped at the door
+    for sampler_id, seqs in {}.items() if is_replay else fates.items():
         if missing := set(range(max(seqs) + 1)) - seqs.keys():
             raise AuditError(
                 f"{len(missing)} groups of sampler {sampler_id} are in no line, first {min(missing)}"
@@ -145,8 +169,9 @@ def audit(run_dir: Path) -> dict[str, int]:
 def check_metrics(run_dir: Path, num_steps: int, totals_at: dict[int, dict[str, int]]) -> None:
     """Compare the ledger with metrics.jsonl: one row a step, the same counts. Raises AuditError."""
     metrics = {row["step"]: row for row in read_lines(run_dir / METRICS)}
-    # A kill between ledger and metrics leaves the last step without its row.
-    if set(metrics) - set(range(1, num_steps + 1)) or num_steps - len(metrics) > 1:
+    # A kill between ledger and metrics, or in a resume before it has undone both, leaves the last steps without rows.
+    whole = len(metrics) == num_steps or not (run_dir / DONE).exists()
+    if sorted(metrics) != list(range(1, len(metrics) + 1)) or len(metrics) > num_steps or not whole:
         raise AuditError(
             f"{METRICS} has rows of steps {sorted(metrics)[:20]}…, the ledger {num_steps} steps"
         )

@@ -61,14 +61,18 @@ class MetricsWriter:
             }
         )
         try:
-            while self._waiting:
-                append_line(self.path, self._waiting[0])
-                self._waiting.popleft()
-            self._failed = False
+            self.flush()
         except OSError as error:
             if not self._failed:
                 log.warning("metrics cannot be written now to %s: %s", self.path, error)
             self._failed = True
+
+    def flush(self) -> None:
+        """Write what waits for room. Raises OSError."""
+        while self._waiting:
+            append_line(self.path, self._waiting[0])
+            self._waiting.popleft()
+        self._failed = False
 
 
 class MetricsReader:

@@ -12,14 +12,23 @@ import torch
 import torch.distributed as dist
 
 from splitgrpo import checkpoints, models
-from splitgrpo.adapters import recent_versions
+from splitgrpo.adapters import Adapter, read_version
 from splitgrpo.admission import ServerPlan
 from splitgrpo.cli import warn_of
-from splitgrpo.config import LearnerSettings, agreed_settings, effective_kl_coef
+from splitgrpo.config import (
+    DataError,
+    DiskTrouble,
+    LearnerSettings,
+    SettingsError,
+    agreed_settings,
+    effective_kl_coef,
+)
+from splitgrpo.files import read_lines
 from splitgrpo.journal import Journal, Replay
 from splitgrpo.keys import read_curve
-from splitgrpo.ledger import Ledger
+from splitgrpo.ledger import LEDGER, Ledger, lineages
 from splitgrpo.monitor import MetricsWriter
+from splitgrpo.process import check_port
 from splitgrpo.rollout import Group, check_group
 from splitgrpo.runfolder import claim_run_folder, next_lineage, rewind
 from splitgrpo.server import GroupServer
@@ -56,6 +65,8 @@ def begin(settings: LearnerSettings, log: logging.Logger) -> tuple[bytes, Start]
     s = settings
     for warning in warn_of(s):
         log.warning("%s", warning)
+    if not s.replay:
+        check_port(s.host, s.port)  # before a run is removed
     run_dir, key = claim_run_folder(s.save_path, resume=s.resume, overwrite=s.overwrite)
     if not s.resume:
         return key, Start(secrets.token_hex(8))
@@ -67,6 +78,25 @@ def begin(settings: LearnerSettings, log: logging.Logger) -> tuple[bytes, Start]
 
 
 def open_run(
+    settings: LearnerSettings, ds_config: dict[str, Any], groups_per_step: int, log: logging.Logger
+) -> tuple[bytes, Start, Opened]:
+    """Claim the folder, then open books and port; returns the run's key as well. Raises SettingsError, DiskTrouble."""
+    try:
+        key, start = begin(settings, log)
+        return key, start, open_books(settings, key, start, ds_config, groups_per_step, log)
+    except OSError as error:
+        raise DiskTrouble(
+            f"--save_path {settings.save_path} cannot be used: {error}. Mend or free the disk, then start again."
+        ) from error
+    except ValueError as error:
+        if isinstance(error, SettingsError | DataError):
+            raise
+        raise SettingsError(
+            f"--resume: the books in {settings.save_path} cannot be gone on with: {error}. Mend them, or start another run"
+        ) from error
+
+
+def open_books(
     settings: LearnerSettings,
     key: bytes,
     start: Start,
@@ -74,10 +104,10 @@ def open_run(
     groups_per_step: int,
     log: logging.Logger,
 ) -> Opened:
-    """Open the books and the port. Raises SettingsError, OSError."""
+    """Open ledger, metrics, journal and the port, or a recorded run. Raises SettingsError, ValueError, OSError."""
     s, run_dir = settings, Path(settings.save_path)
     resumed_at = start.index.step if start.index else None
-    ledger = Ledger(run_dir, start.lineage, resumed_at)
+    ledger = Ledger(run_dir, start.lineage, resumed_at, s.replay)
     plan = make_plan(s, start, ledger, groups_per_step)
     metrics = MetricsWriter(run_dir / "metrics.jsonl")
     if s.replay:
@@ -108,7 +138,7 @@ def make_plan(
             want_ref=want_ref,
         )
 
-    old = recent_versions(Path(s.save_path), start.step, s.max_staleness)
+    old = old_adapters(Path(s.save_path), start, s.max_staleness)
     return ServerPlan(
         run_id=start.run_id,
         lineage=start.lineage,
@@ -117,7 +147,7 @@ def make_plan(
         max_staleness=s.max_staleness,
         max_steps=s.max_steps,
         start_version=start.step,
-        old_versions=frozenset(version for version, _ in old),
+        old_digests={version: adapter.pointer.sha256 for version, adapter in old.items()},
         cursor=start.index.cursor if start.index else {},
         dropped=ledger.dropped,
         lost=ledger.lost,
@@ -125,6 +155,19 @@ def make_plan(
         check_group=check,
         journal=s.journal,
     )
+
+
+def old_adapters(run_dir: Path, start: Start, max_staleness: int) -> dict[int, Adapter]:
+    """{version: adapter} that groups may be of which were made before this start; what is gone is left out."""
+    if start.index is None:
+        return {}
+    rows, found = read_lines(run_dir / LEDGER), {}
+    for version in range(max(0, start.step - max_staleness), start.step + 1):
+        for lineage in lineages(rows, version):
+            if (adapter := read_version(run_dir, version, lineage)) is not None:
+                found[version] = adapter
+                break
+    return found
 
 
 def share_start(ranks: Ranks, run_dir: Path, key: bytes, start: Start) -> tuple[bytes, Start]:

@@ -1,9 +1,11 @@
 """How a worker process starts and ends: signals, exit codes, and not outliving the launcher that started it."""
 
+import errno
 import logging
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -182,6 +184,24 @@ def is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises SettingsError where somebody listens there already; all else is left to the program that wants it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise port_trouble(host, port, os.strerror(error.errno)) from error
+
+
+def port_trouble(host: str, port: int, reason: str) -> SettingsError:
+    """What to say of a port that cannot be listened on."""
+    return SettingsError(
+        f"cannot listen on {host}:{port} ({reason}){port_holder(port)}. End that process, or give another --port "
+        "to both workers."
+    )
 
 
 def port_holder(port: int) -> str:

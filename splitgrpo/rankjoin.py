@@ -16,6 +16,7 @@ from splitgrpo.process import port_holder
 JOIN_S = 120.0  # from the first rank's start to the last's
 ANSWER_S = 5.0  # rank 0 answers a greeting at once
 POLL_S = 0.2
+MAX_LINE = 1 << 16
 
 
 class Line:
@@ -34,7 +35,7 @@ class Line:
             pass
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Messages that have come, and whether the other end is closed. Call when the socket is readable."""
+        """Messages that have come, and whether the other end is closed, or talks nonsense. Call when it is readable."""
         early, self._early = self._early, []
         try:
             data = self.sock.recv(65536)
@@ -43,17 +44,19 @@ class Line:
         except OSError:
             return early, True
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return early + [json.loads(line) for line in lines], not data
+        try:
+            return early + [json.loads(line) for line in lines], not data or len(
+                self._buffer
+            ) > MAX_LINE
+        except (ValueError, RecursionError):  # a stranger's
+            return early, True
 
     def wait(self, deadline: float, check_stop: Callable[[], None]) -> Any:
         """The next message while the ranks come together; None if none comes, or if it is none of ours."""
         self.sock.settimeout(POLL_S)
         while time.monotonic() < deadline:
             check_stop()
-            try:
-                messages, closed = self.receive()
-            except ValueError:  # a stranger's
-                return None
+            messages, closed = self.receive()
             if messages:
                 self._early = messages[1:]
                 return messages[0]

@@ -74,6 +74,11 @@ class RankWatch:
 
     def expect_progress(self, stall_s: float) -> None:
         """From now on a rank that does not `bump` for stall_s counts as stuck."""
+        now = time.monotonic()
+        for peer in self.peers.values():
+            peer.moved_s = (
+                now  # they have all come as far as this one, though their lines may still say less
+            )
         self.bump()
         self.stall_s = stall_s
 
@@ -103,9 +108,7 @@ class RankWatch:
     def _run(self) -> None:
         beat_s = 0.0
         # One that has failed is waited for after its line is closed: see LEAVE_S.
-        while any(
-            not p.closed or p.code in FAILED for r, p in self.peers.items() if r in self.lines
-        ):
+        while any(not self.peers[r].closed or self._failed(r) for r in self.lines):
             before = time.monotonic()
             open_lines = {
                 line.sock: r for r, line in self.lines.items() if not self.peers[r].closed
@@ -150,7 +153,7 @@ class RankWatch:
         for rank in self.lines:
             peer = self.peers[rank]
             if peer.code is not None:
-                if peer.code in FAILED and now - peer.left_s > LEAVE_S:
+                if self._failed(rank) and now - peer.left_s > LEAVE_S:
                     return ended(rank, peer.code), peer.code
                 continue
             last = f"last seen at: {peer.doing}"
@@ -169,6 +172,12 @@ class RankWatch:
                 EXIT_RETRY,
             )
         return None
+
+    def _failed(self, rank: int) -> bool:
+        """True for a rank that ended without the others. Rank 0 alone waits for a disk, and gives up on it; others end first
+        where all end with 75, while rank 0 saves."""
+        code = self.peers[rank].code
+        return code in FAILED or (rank == 0 and code == EXIT_RETRY)
 
     def _stuck(self, now: float) -> str:
         """What each rank did last, if one of them stands still."""

@@ -202,16 +202,18 @@ class RewardProcess:
     def _receive(self, too_late: str) -> Reply:
         """The next reply. Raises RewardFault, of the kind `too_late` after the deadline."""
         while (reply := self._take()) is None:
+            if time.monotonic() > self._deadline:
+                stack = self._ask_stack()
+                raise RewardFault(
+                    too_late, f"it was at\n{stack}" if stack else "it did not say where it was"
+                )
             if self._pause(self._readable):
                 chunk = os.read(self._read_fd, 1 << 16)
                 if not chunk:
                     self._died()
                 self._buffer += chunk
-            elif time.monotonic() > self._deadline:
-                stack = self._ask_stack()
-                raise RewardFault(
-                    too_late, f"it was at\n{stack}" if stack else "it did not say where it was"
-                )
+                if len(self._buffer) > 2 * MAX_REPLY_BYTES:
+                    raise RewardFault("wrote into the pipe of its results", "more than it can hold")
         return reply
 
     def _take(self) -> Reply | None:

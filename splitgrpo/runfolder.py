@@ -15,11 +15,17 @@ import msgspec
 
 from splitgrpo.adapters import FOLDER, POINTER, AdapterError, Pointer, read_pointer
 from splitgrpo.config import JOURNAL, DiskTrouble, SettingsError
-from splitgrpo.files import read_lines, remove_leftovers, write_folder, write_json, write_lines
-from splitgrpo.ledger import LEDGER, METRICS
+from splitgrpo.files import (
+    aside_of,
+    read_lines,
+    remove_leftovers,
+    write_folder,
+    write_json,
+    write_lines,
+)
+from splitgrpo.ledger import DONE, LEDGER, METRICS
 from splitgrpo.transport import make_key
 
-DONE = "done.json"
 AGAIN_S = 5.0  # between two tries to write on a disk that is full
 _locks: list[int] = []  # descriptors held open for as long as the process lives
 
@@ -47,7 +53,7 @@ def claim_run_folder(
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise SettingsError(
             f"--save_path {save_path} is in use by another learner: end it, or give another folder"
         ) from error
@@ -72,10 +78,13 @@ def check_unused(run_dir: Path) -> None:
 
 
 def remove_run(run_dir: Path) -> None:
-    """Remove what a learner left, first of all what samplers and a resume look for."""
+    """Remove what a learner left, first of all, and at once, what a resume looks for."""
+    if (checkpoints := run_dir / "checkpoints").exists():
+        checkpoints.rename(aside := aside_of(checkpoints))
+        shutil.rmtree(aside, ignore_errors=True)
     for name in (POINTER, DONE, METRICS, LEDGER):
         (run_dir / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "adapters", "adapter", JOURNAL):
+    for name in ("adapters", "adapter", JOURNAL):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in ("adapters", "checkpoints"):
         (run_dir / name).mkdir()
@@ -109,32 +118,35 @@ def last_pointer(run_dir: Path) -> Pointer | None:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class PatientWriter:
-    """Tries again while the disk refuses: what the learner has in memory is worth more than the wait."""
+    """Tries again while the disk refuses: what the learner has in memory is worth more than the wait.
+
+    The writes of a step, between which `spent_s` is not set to 0, share one limit: other ranks wait for all of them.
+    """
 
     save_path: str
     limit_s: float
     should_stop: Callable[[], bool]
     on_wait: Callable[[], None]
     log: logging.Logger
+    spent_s: float = 0.0
 
     def __call__(self, what: str, write: Callable[[], T]) -> T:
         """What `write` returns; `what` it does, in words. Raises DiskTrouble after limit_s, or on a signal."""
-        started = time.monotonic()
         while True:
             try:
                 return write()
             except OSError as error:
-                waited = time.monotonic() - started
                 text = f"cannot {what} in {self.save_path}: {error}"
-                if self.should_stop() or waited > self.limit_s:
+                if self.should_stop() or self.spent_s >= self.limit_s:
                     raise DiskTrouble(
-                        f"{text}; gave up after {waited:.0f} s. Free the disk, then start again with --resume."
+                        f"{text}; gave up after {self.spent_s:.0f} s. Mend or free the disk, then start again with --resume."
                     ) from error
-                self.log.error("%s; trying again for %.0f s", text, self.limit_s - waited)
+                self.log.error("%s; trying again for %.0f s", text, self.limit_s - self.spent_s)
                 self.on_wait()
                 time.sleep(AGAIN_S)
+                self.spent_s += AGAIN_S
 
 
 def mark_done(run_dir: Path, adapter: str, report: dict[str, Any]) -> None:

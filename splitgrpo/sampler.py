@@ -32,7 +32,6 @@ from splitgrpo.wire import Reason
 SAY_EVERY_S = 10.0
 RETRY_S = 0.5
 LOOK_S = 2.0
-FINISHED_S = 30.0  # a learner that goes on with a finished run, started with this sampler, may take so long to say so
 
 
 class Sampler:
@@ -47,7 +46,6 @@ class Sampler:
         self.sampling = Sampling(
             settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens
         )
-        self.started = time.monotonic()
         self.num_replaced = self._in_row = 0
         self._looked = 0.0
         self.failures = Failures(settings.reload_failures, log)
@@ -107,7 +105,9 @@ class Sampler:
     def _looked_for(self) -> str:
         path = self.run_dir / POINTER
         if path.exists():
-            return f"{path} names no such version that can be loaded, or a run that is finished"
+            if '"done": true' in path.read_text(errors="replace"):
+                return f"{path} is of a run that is finished; the learner goes on with it by --resume and more --max_steps"
+            return f"{path} names no such version that can be loaded"
         if not self.run_dir.is_dir():
             return f"{path} is not there, nor is the folder"
         if (self.run_dir / "adapter_config.json").exists():
@@ -118,12 +118,7 @@ class Sampler:
         try:
             pointer = read_pointer(self.run_dir)
             if pointer is not None and pointer.done:
-                if time.monotonic() - self.started < FINISHED_S:
-                    return None
-                raise SettingsError(
-                    f"the run in --lora_path {self.run_dir} is finished ({pointer.version} steps): start the learner with "
-                    "--resume and more --max_steps to go on with it"
-                )
+                return None  # a learner that goes on with it may just be starting
             return read_newest(self.run_dir)
         except AdapterError as error:
             self._count_failure(error)

@@ -10,10 +10,9 @@ import zmq
 from splitgrpo import wire
 from splitgrpo.admission import ForeignGroup, Peer, ServerPlan, check_origin, refusal
 from splitgrpo.arrivals import Dropped, GroupQueue, Trained
-from splitgrpo.config import SettingsError
 from splitgrpo.credit import Credit
 from splitgrpo.keys import Curve
-from splitgrpo.process import port_holder
+from splitgrpo.process import port_trouble
 from splitgrpo.rollout import RolloutError
 from splitgrpo.transport import SocketThread
 
@@ -43,7 +42,7 @@ class GroupServer(SocketThread):
         trained = plan.start_version * plan.groups_per_step
         self.credit = Credit(plan, plan.start_version, accepted=trained, lost=plan.lost)
         self.peers = self.credit.peers
-        self._digests: dict[int, str] = {}  # of what this learner published
+        self._digests = dict(plan.old_digests)
         self.progress = 0
         self.last_progress = time.monotonic()
         self._queue = GroupQueue(plan.cursor)
@@ -54,10 +53,7 @@ class GroupServer(SocketThread):
         try:
             self.bind(host, port)
         except zmq.ZMQError as error:
-            raise SettingsError(
-                f"cannot listen on {host}:{port} ({error.strerror}){port_holder(port)}. End that process, or give "
-                "another --port to both workers."
-            ) from error
+            raise port_trouble(host, port, error.strerror) from error
         self.start()
 
     # -- called by the learner's main thread ------------------------------------------------------------------------

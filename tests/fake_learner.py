@@ -63,11 +63,11 @@ def learn(stop: StopFlag) -> None:
     key = make_key(run_dir / "run.key")
     state = begin(run_dir)
     ledger = Ledger(run_dir, state["lineage"], state["step"])
-    old = range(max(0, state["step"] - max_staleness), state["step"])
+    old = range(max(0, state["step"] - max_staleness), state["step"] + 1)
     plan = ServerPlan(
         run_id="run", lineage=state["lineage"], settings=SETTINGS, groups_per_step=groups_per_step,
         max_staleness=max_staleness, max_steps=1 << 30, start_version=state["step"],
-        old_versions=frozenset(old), cursor=state["cursor"], dropped=ledger.dropped, lost=ledger.lost,
+        old_digests={v: digest_of(v) for v in old}, cursor=state["cursor"], dropped=ledger.dropped, lost=ledger.lost,
         peer_timeout_s=30.0, check_group=check,
     )  # fmt: skip
     server = GroupServer("127.0.0.1", port, key, plan, log)

@@ -101,4 +101,4 @@ def test_files_and_functions_stay_small(path):
 def test_the_whole_tree_stays_readable_in_an_afternoon():
     lines = [line for p in SOURCES for line in p.read_text().splitlines()]
     # Crashes, hostile input and user code that hangs took two thousand of these.
-    assert sum(bool(line.strip()) for line in lines) <= 8000
+    assert sum(bool(line.strip()) for line in lines) <= 8200

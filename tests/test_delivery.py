@@ -88,7 +88,6 @@ def test_whatever_arrives_and_is_taken_each_group_has_one_fate_and_the_cursor_di
     def compare(taken, wanted):
         got, dropped = wanted
         assert [(t.group.sampler_id, t.group.seq) for t in taken] == got  # in order of arrival
-        assert line.has_fates() == bool(dropped)
         told = spread(line.take_fates())
         assert sorted(told) == sorted(dropped)
         for i in range(3):  # of one sampler in order as well
@@ -361,7 +360,8 @@ def test_a_learner_that_comes_back_gets_the_same_bytes_again_and_what_it_rolled_
     assert client.drop(6, (1, 2), "reward")
     drain(server, client)
     server.stop()  # no goodbye; its last checkpoint is of step 1
-    again = net.server(max_staleness=3, cursor={0: 2}, lineage=2, start_version=1)
+    kept = {0: DIGEST, 1: DIGEST}
+    again = net.server(max_staleness=3, cursor={0: 2}, lineage=2, start_version=1, old_digests=kept)
     client.wait_grant(8)
     assert client.next_seq == 4
     assert [header.seq for header, _ in client._kept] == [2, 3]
@@ -569,13 +569,21 @@ def test_a_group_that_was_trained_but_never_received_is_found_where_there_is_a_j
         audit(tmp_path)
 
 
-def test_a_step_without_its_line_and_metrics_that_lack_more_than_the_last_row_are_found(tmp_path):
+def test_a_step_without_its_line_and_metrics_with_a_gap_or_of_a_finished_run_cut_short_are_found(
+    tmp_path,
+):
     keep_books(tmp_path)
     change_line(tmp_path / METRICS, -1, lambda row: None)
-    audit(tmp_path)  # killed between the two files
-    change_line(tmp_path / METRICS, -1, lambda row: None)
+    audit(tmp_path)  # killed between the two files, or in a resume before both were cut
+    (tmp_path / "done.json").write_text("{}")
     with pytest.raises(AuditError, match="has rows of steps"):
         audit(tmp_path)
+    (tmp_path / "done.json").unlink()
+    change_line(tmp_path / METRICS, -2, lambda row: None)
+    with pytest.raises(AuditError, match="has rows of steps"):
+        audit(tmp_path)
+    with pytest.raises(AuditError, match="is it a run folder"):
+        audit(tmp_path / "nowhere")
     other = tmp_path / "other"
     keep_books(other)
     change_line(other / LEDGER, 5, lambda row: None)

@@ -183,7 +183,7 @@ def net():
         def server(self, curve, host="127.0.0.1", port=0):
             plan = ServerPlan(run_id="run", lineage=1, settings=SETTINGS, groups_per_step=2, max_staleness=1,
                               max_steps=9, start_version=0, cursor={}, peer_timeout_s=60.0,
-                              check_group=lambda g: None)  # fmt: skip
+                              check_group=lambda g: None, old_digests={0: "ab" * 32})  # fmt: skip
             self.port = port or free_port()
             server = Listener(host, self.port, KEY, plan, LOG, curve)
             opened.append(lambda: server.close(finished=False, reason="test over"))
@@ -376,8 +376,9 @@ def test_nobody_on_the_way_can_read_what_is_sent_with_keys(net, tmp_path, make_g
     try:
         client = net.client(sampler, port=tap.port)
         client.wait_grant(1)
-        group = make_group()
-        client.send(dataclasses.replace(group, adapter_digest="a secret " * 9))
+        secret = "a secret " * 9
+        server.expect(0, secret)
+        client.send(dataclasses.replace(make_group(), adapter_digest=secret))
         assert server.take(1, 0, 5.0) is not None
     finally:
         tap.listener.close()

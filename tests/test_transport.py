@@ -31,7 +31,8 @@ class Net:
     def server(self, key=KEY, **fields):
         plan = {"run_id": "run", "lineage": 1, "settings": SETTINGS, "groups_per_step": 2,
                 "max_staleness": 1, "max_steps": 100,
-                "start_version": 0, "cursor": {}, "peer_timeout_s": 60.0, "check_group": lambda g: None}  # fmt: skip
+                "start_version": 0, "cursor": {}, "peer_timeout_s": 60.0, "check_group": lambda g: None,
+                "old_digests": {0: DIGEST}}  # fmt: skip
         server = GroupServer("127.0.0.1", self.port_number, key, ServerPlan(**(plan | fields)), LOG)
         self.opened.append(lambda: server.close(finished=False, reason="test over"))
         return server
@@ -216,7 +217,9 @@ def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_g
     drain(server, client)
     server.stop()
     send(client, make_group, 1)  # nobody hears it
-    again = net.server(cursor={0: 2}, lineage=2, start_version=1, old_versions=frozenset({0}))
+    again = net.server(
+        cursor={0: 2}, lineage=2, start_version=1, old_digests={0: DIGEST, 1: DIGEST}
+    )
     assert client.wait_grant(4) == (1, (2, 1))  # there is room for 4, and 3 are on their way
     assert client.next_seq == 5  # groups 2 to 4 were kept
     assert seqs(again.take(2, 1, 5.0)) == [2, 3]
@@ -245,7 +248,7 @@ def test_weights_that_were_rolled_back_are_told_from_new_ones(net, make_group):
 
 def test_a_group_whose_adapter_did_not_outlive_a_restart_is_dropped(net, make_group):
     """Its mismatch could not be measured."""
-    plan = {"lineage": 2, "start_version": 4, "max_staleness": 3, "old_versions": frozenset({2})}
+    plan = {"lineage": 2, "start_version": 4, "max_staleness": 3, "old_digests": {2: DIGEST}}
     server, client = net.server(**plan), net.client()
     server.set_version(4, DIGEST)
     client.wait_grant(2)
