@@ -226,7 +226,7 @@ def check_same_run(index: Index, settings: LearnerSettings, log: logging.Logger)
     if fixed := [name for name in differing if name in FIXED]:
         text = ", ".join(f"--{n} {now[n]!r} (the checkpoint has {then[n]!r})" for n in fixed)
         raise SettingsError(f"--resume with another {text}: give the same, or start a new run")
-    own = ("resume", "save_path", "local_rank", "port", "verbose", "num_threads")
+    own = ("resume", "overwrite", "save_path", "local_rank", "port", "verbose", "num_threads")
     for name in differing:
         if name not in own:
             log.info("--%s is %r now, was %r", name, now[name], then[name])

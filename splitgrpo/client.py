@@ -175,7 +175,8 @@ class GroupClient(SocketThread):
                 self.lock.wait(0.2)
 
     def _refused(self) -> str:
-        return f"; {self.handshake_error}" if self.handshake_error else ""
+        reason = self._refusal.reason if self._refusal else self.handshake_error
+        return f"; {reason}" if reason else ""
 
     def _raise_if_over(self) -> None:
         self.raise_if_failed()

@@ -143,7 +143,7 @@ def open_adapter(model: Any, adapter: Path) -> PeftModel:
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of the command line."""
-    parser = argparse.ArgumentParser(prog="splitgrpo.evaluate", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m splitgrpo.evaluate", allow_abbrev=False)
     parser.add_argument("--model_path", required=True, help="folder or hub name")
     parser.add_argument("--adapter", help="PEFT folder, such as RUN/adapter")
     parser.add_argument("--data", required=True, help="as for the workers; its test rows are used")

@@ -156,7 +156,7 @@ def secure(socket: zmq.Socket, curve: Curve) -> Doorkeeper | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Make a pair of files; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="splitgrpo.keys", description="Make CURVE keys for a run.",
+    parser = argparse.ArgumentParser(prog="python -m splitgrpo.keys", description="Make CURVE keys for a run.",
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("folder", type=Path, help="where learner.curve and sampler.curve are put")
     try:

@@ -35,6 +35,7 @@ from splitgrpo.config import (
     SettingsError,
     SharedSettings,
 )
+from splitgrpo.ledger import METRICS
 from splitgrpo.monitor import MetricsReader, ProgressBar, plot_curves
 from splitgrpo.process import StopFlag, end_process, run_main
 from splitgrpo.runfolder import check_unused
@@ -183,6 +184,8 @@ def train(
     check_save_path(run_dir, used=given.resume or given.overwrite)
     sampler = [sys.executable, str(ROOT / "sampling_worker.py"), *for_sampler]
     started = commands or {"learner": learner_command(ranks, for_learner), "sampler": sampler}
+    if given.overwrite:  # or its last steps would be shown until the learner has removed them
+        (run_dir / METRICS).unlink(missing_ok=True)
     restarts = Restarts(max_restarts, run_ids(run_dir) if given.overwrite else frozenset())
     workers: list[Worker] = []
     try:
@@ -227,7 +230,7 @@ def route(flags: Sequence[str], cls: type[SharedSettings], extra: list[str]) -> 
         name, equals, value = flags[i].removeprefix("--").partition("=")
         if not flags[i].startswith("--") or name not in names:
             raise SettingsError(
-                f"unknown flag {flags[i]!r}; `run.sh learner --help` and `run.sh sampler --help` list all"
+                f"unknown flag {flags[i]!r}; `run.sh learner --help`, `… sampler --help` and `… train --help` list all"
             )
         has_value = bool(equals) or (i + 1 < len(flags) and not flags[i + 1].startswith("--"))
         given[name] = (value if equals else flags[i + 1]) if has_value else None

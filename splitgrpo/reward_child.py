@@ -172,8 +172,11 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 def write_frame(fd: int, message: msgspec.Struct) -> None:
     """Write one whole message."""
     left = memoryview(frame(message))
-    while left:
-        left = left[os.write(fd, left) :]
+    try:
+        while left:
+            left = left[os.write(fd, left) :]
+    except BrokenPipeError:
+        os._exit(0)  # nobody asks any more
 
 
 def die_with_sampler(requests_fd: int, parent_pid: int) -> None:
@@ -211,9 +214,10 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, replies_fd, all_threads=False)
     pid = os.getpid()
     with open(requests_fd, "rb", closefd=False) as requests:
-        body = read_frame(requests)
+        if (body := read_frame(requests)) is None:
+            return  # the sampler was refused, or ended, while this process started
         try:
-            function = load(msgspec.msgpack.decode(body or b"", type=Target))
+            function = load(msgspec.msgpack.decode(body, type=Target))
         except BaseException as error:
             write_frame(replies_fd, raised(error))
             return

@@ -75,6 +75,7 @@ class RewardProcess:
             )
         self.target, self._on_wait = target, on_wait
         self._ready, self._buffer, self._deadline = False, b"", 0.0
+        self.killed = False
         self._group_ended = False
         requests_fd, self._write_fd = os.pipe()
         self._read_fd, replies_fd = os.pipe()
@@ -147,6 +148,7 @@ class RewardProcess:
 
     def kill(self) -> None:
         """End it now, and what user code started in it."""
+        self.killed = True
         family = []
         if not self.ended():  # or the number may be a stranger's by now
             try:

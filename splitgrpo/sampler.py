@@ -184,9 +184,10 @@ class Sampler:
         num_tokens = sum(len(c.token_ids) for group in out for c in group)
         took = time.monotonic() - started
         self.log.info(
-            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d; %d groups replaced so far",
+            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d%s",
             len(prompts) * self.settings.group_size, num_tokens, took, num_tokens / took,
-            self.adapter.pointer.version, self.num_replaced,
+            self.adapter.pointer.version,
+            f"; {self.num_replaced} groups without a difference replaced so far" if self.settings.dynamic_sampling else "",
         )  # fmt: skip
         return out
 

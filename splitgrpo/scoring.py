@@ -59,9 +59,11 @@ class Scorer:
         """
         self._on_wait()
         if self._process.ended():
-            self.log.info(
-                "reward_function gets a new process, its last one %s", self._process.how_it_ended()
-            )
+            if not self._process.killed:  # or what it did has been said
+                self.log.info(
+                    "reward_function gets a new process, its last one %s",
+                    self._process.how_it_ended(),
+                )
             self._process.kill()
             self._process = RewardProcess(self._process.target, self._on_wait)
         results = []

@@ -120,7 +120,7 @@ def save_model(model: Any, tokenizer: Any, out: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of the command line."""
-    parser = argparse.ArgumentParser(prog="splitgrpo.warmstart", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m splitgrpo.warmstart", allow_abbrev=False)
     parser.add_argument("--model_path", required=True, help="folder or hub name")
     parser.add_argument("--out", required=True, help="folder to write; must not exist")
     parser.add_argument("--data", required=True, help="as for the workers; its train rows are used")

@@ -69,13 +69,24 @@ def leave_a_copy():
     os._exit(0)
 
 
+def pour():
+    """Write into every pipe there is, without end."""
+    fds = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+    while True:
+        for fd in fds:
+            try:
+                os.write(fd, b"\xff" * 65536)
+            except OSError:
+                pass
+
+
 ACTS = {
     "raise": lambda: 1 / 0, "unprintable": unprintable, "recursion": deep, "surrogate": complain, "input": input,
     "sys.exit": lambda: sys.exit(3), "os._exit": lambda: os._exit(3), "abort": os.abort,
     "segfault": lambda: ctypes.string_at(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "close": lambda: os.closerange(3, 65536),
     "hang": lambda: time.sleep(60), "hang in C": hang_in_c, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "leave a copy": leave_a_copy,
+    "leave a copy": leave_a_copy, "pour": pour,
 }  # fmt: skip
 
 

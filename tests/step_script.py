@@ -142,7 +142,8 @@ def save_checkpoint(run_dir: Path, engine: Any, ranks: zero.Ranks, step: int) ->
     """As the learner does."""
     torch.manual_seed(1000 + ranks.rank)  # a random state that no fresh process has
     tensors = checkpoints.gather_state(engine, ranks)
-    fields = {"step": step, "lineage": 1, "run_id": "r", "base_digest": "d", "cursor": {}, "skipped": 0, "elapsed_s": 0.0,
+    fields = {"step": step, "lineage": 1, "run_id": "r", "base_digest": "d", "cursor": {}, "skipped": 0, "bad_in_row": 0,
+              "elapsed_s": 0.0,
               "num_ranks": ranks.num_ranks, "settings": {}, "adam_step": enginestate.adam_step(engine),
               "schedule": zero.schedule_step(engine)}  # fmt: skip
     if ranks.is_main:

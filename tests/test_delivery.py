@@ -18,7 +18,7 @@ from splitgrpo.arrivals import REASONS, Dropped, GroupQueue, Trained
 from splitgrpo.checkpoints import needed_versions
 from splitgrpo.files import append_line, read_lines, write_lines
 from splitgrpo.learner import Learner
-from splitgrpo.ledger import AuditError, Ledger, audit, main
+from splitgrpo.ledger import AuditError, Ledger, audit, lineages, main
 from splitgrpo.process import Stopped
 from splitgrpo.wire import Grant, GroupDropped, GroupHeader, Request
 
@@ -593,6 +593,30 @@ def test_a_step_without_its_line_and_metrics_with_a_gap_or_of_a_finished_run_cut
     (other / LEDGER).write_bytes(b"".join([torn[0][:9] + b"\n", *torn[1:]]))
     with pytest.raises(ValueError, match=r"ledger\.jsonl, line 1"):
         audit(other)
+
+
+def test_the_lineage_that_has_a_versions_weights_is_that_which_no_later_one_went_back_behind():
+    rows = [{"step": 1}, {"lineage": 2, "resumed_at": 10}, {"lineage": 3, "resumed_at": 18}]
+    assert lineages([], 4) == [1]
+    assert [lineages(rows, v) for v in (9, 10, 11, 17, 18, 19)] == [
+        [1],
+        [2, 1],
+        [2],
+        [2],
+        [3, 2],
+        [3],
+    ]
+    rows.append({"lineage": 5, "resumed_at": 5})  # the checkpoints of 10 and 18 were damaged
+    assert [lineages(rows, v) for v in (4, 5, 10, 18)] == [[1], [5, 1], [5], [5]]
+
+
+def test_the_books_of_a_replay_may_lack_what_was_refused_at_the_door(tmp_path):
+    ledger = Ledger(tmp_path, 1, None, replay_of="runs/mine")
+    for step, seq in ((1, 0), (2, 3)):
+        ledger.note(step, [Trained(group(0, seq), b"")], [], lost=0)
+        ledger.write()
+        append_line(tmp_path / METRICS, {"step": step})
+    assert audit(tmp_path)["trained"] == 2
 
 
 def test_a_resume_from_the_last_line_undoes_nothing_and_from_step_0_undoes_all(tmp_path):

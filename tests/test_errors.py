@@ -14,7 +14,7 @@ from conftest import tiny_model
 import sampling_worker
 import training_worker
 from splitgrpo import demo, evaluate
-from splitgrpo.cli import parse_settings, warn_of
+from splitgrpo.cli import check_settings, parse_settings, warn_of
 from splitgrpo.config import (
     KL_COEF_DEFAULT,
     LearnerSettings,
@@ -24,6 +24,7 @@ from splitgrpo.config import (
     loss_options,
 )
 from splitgrpo.models import load_base, load_tokenizer, pick_device
+from splitgrpo.opening import begin
 from splitgrpo.warmstart import save_model
 from splitgrpo.zero import check_batch, free_port, read_ds_config
 from utils import LOSSES
@@ -368,3 +369,28 @@ def test_options_of_the_losses_that_cannot_work_are_refused(flag, value):
 def test_a_run_without_a_journal_cannot_be_replayed(tmp_path):
     with pytest.raises(SettingsError, match="only a run started with --journal"):
         parse_settings(LearnerSettings, ["--replay", str(tmp_path)])
+
+
+def test_what_a_run_is_to_be_is_asked_for_once():
+    with pytest.raises(SettingsError, match="give one of them"):
+        parse_settings(LearnerSettings, ["--resume", "--overwrite"])
+
+
+def test_a_replay_into_its_own_folder_is_refused_before_anything_is_removed(tmp_path):
+    with pytest.raises(SettingsError, match="give it another folder"):
+        check_settings(
+            LearnerSettings(
+                replay=str(tmp_path), save_path=f"{tmp_path}/../{tmp_path.name}", overwrite=True
+            )
+        )
+
+
+def test_a_port_that_is_taken_is_found_before_a_run_is_removed(tmp_path):
+    (tmp_path / "latest.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = LearnerSettings(
+            save_path=str(tmp_path), overwrite=True, port=taken.getsockname()[1]
+        )
+        with pytest.raises(SettingsError, match="cannot listen on"):
+            begin(settings, logging.getLogger("test"))
+    assert (tmp_path / "latest.json").exists()

@@ -109,6 +109,13 @@ def test_a_damaged_index_is_an_error(tmp_path, text):
         read_index(tmp_path)
 
 
+def test_the_last_line_of_an_index_that_a_power_cut_tore_costs_its_step_alone(tmp_path):
+    line = {"file": "step_000000.safetensors", "sha256": "ab"}
+    (tmp_path / "index.jsonl").write_text(json.dumps(line) + '\n{"file": "step_0000')
+    (tmp_path / line["file"]).touch()
+    assert read_index(tmp_path) == {0: "ab"}
+
+
 def test_a_replay_takes_the_recorded_settings_but_for_where_the_run_wrote(tmp_path):
     journal(tmp_path, "--loss", "dapo", "--save_path", "x", "--port", "1234", "--resume")
     again = parse_settings(LearnerSettings, ["--replay", str(tmp_path), "--learning_rate", "0.5"])

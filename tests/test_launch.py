@@ -1,5 +1,6 @@
 """The launcher: both workers end together, nothing is left behind, and success is told from failure."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from splitgrpo.config import LearnerSettings, SamplerSettings, SettingsError
-from splitgrpo.launch import learner_command, route, train
+from splitgrpo.launch import Restarts, learner_command, route, run_ids, train
 
 ROOT = Path(__file__).resolve().parent.parent
 STAY = "import time; print('here', flush=True); time.sleep(60)"
@@ -170,3 +171,38 @@ def test_the_gpu_recipe_says_what_this_machine_lacks():
     assert "3 CUDA GPUs" in got.stderr
     assert "Qwen/Qwen2.5-1.5B-Instruct" in got.stderr
     assert not (ROOT / "runs" / "never").exists()
+
+
+def test_a_run_that_was_to_be_removed_is_not_gone_on_with_by_a_restart(tmp_path, monkeypatch):
+    """The learner may die before it has removed the earlier run's checkpoints."""
+    monkeypatch.setattr("splitgrpo.launch.RESTART_PAUSE_S", 0.0)
+    told = []
+
+    class Fake:
+        name, log_path = "learner", tmp_path / "log"
+
+        def last_lines(self, count):
+            return ""
+
+        def start_again(self, how):
+            told.append(how)
+
+    monkeypatch.setattr("splitgrpo.launch.end_all", lambda workers, wait_s: None)
+    for run_id, step in (("old", 7), ("new", 0)):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"run_id": run_id}))
+        if run_id == "old":
+            assert run_ids(tmp_path) == {"old"}
+        Restarts(9, frozenset({"old"})).restart(Fake(), [Fake()], tmp_path, 137)
+    assert told == ["--overwrite", "--resume"]
+
+
+def test_curves_that_cannot_be_drawn_change_no_exit_code(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("splitgrpo.launch.plot_curves", fail)
+    commands = {"learner": [sys.executable, "-c", "import sys; sys.exit(75)"],
+                "sampler": [sys.executable, "-c", ""]}  # fmt: skip
+    assert train([], run_dir=tmp_path, commands=commands) == 75

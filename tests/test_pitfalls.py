@@ -339,12 +339,12 @@ def save(tmp_path, monkeypatch):
     told = []
 
     def write(*, is_main: bool) -> Path:
-        server = SimpleNamespace(commit=told.append)
+        server, writer = SimpleNamespace(commit=told.append), SimpleNamespace(flush=lambda: None)
         learner = SimpleNamespace(
             step=3, start=SimpleNamespace(lineage=1, run_id="run"), base_digest="base", _saved_step=-1, started=0.0,
             ranks=SimpleNamespace(num_ranks=2, bump=lambda _: None), bad_steps=BadSteps(limit=3),
             engine=SimpleNamespace(module=SimpleNamespace(model=None)), settings=LearnerSettings(),
-            run_dir=tmp_path, log=LOG, metrics=SimpleNamespace(flush=lambda: None) if is_main else None, _cursor={0: 12}, _hold_needed=lambda: None,
+            run_dir=tmp_path, log=LOG, metrics=writer if is_main else None, _cursor={0: 12}, _hold_needed=lambda: None,
             patiently=lambda what, write: write(),
             server=server if is_main else None, ledger=object() if is_main else None,
         )  # fmt: skip

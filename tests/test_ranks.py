@@ -1,5 +1,6 @@
 """Ranks that die, hang, stand still or find a stranger on their port: named by the others, and all end in seconds."""
 
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from splitgrpo.rankjoin import Line
+from splitgrpo.rankwatch import Peer, RankWatch
 from splitgrpo.zero import free_port
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -202,3 +205,24 @@ def test_two_runs_on_one_port_do_not_mix(tmp_path):
         with Ranks(tmp_path / "b", 2, port=mine.port) as other:
             assert other.codes(0, 1, within_s=12) == [2, 2], other.texts()
         assert [p.poll() for p in mine.processes] == [None, None], mine.texts()
+
+
+def test_ranks_that_load_longer_than_a_step_may_take_are_not_stuck():
+    watch = RankWatch(0, {}, logging.getLogger("test"))
+    watch.peers[1] = Peer(moved_s=time.monotonic() - 100)
+    watch.stall_s = 4
+    assert watch._stuck(time.monotonic())
+    watch.expect_progress(4)
+    assert not watch._stuck(time.monotonic())
+
+
+@pytest.mark.parametrize("nonsense", [b"[" * 50_000 + b"\n", b"{\n", b"x" * 100_000])
+def test_nonsense_on_a_line_between_ranks_closes_it(nonsense):
+    one, other = socket.socketpair()
+    with one, other:
+        line = Line(other)
+        one.sendall(nonsense)
+        one.shutdown(socket.SHUT_WR)
+        while not (got := line.receive())[1]:
+            assert not got[0]
+        assert not got[0]

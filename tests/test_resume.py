@@ -126,7 +126,8 @@ def write(run_dir, step, keep=5, **fields):
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     settings = {"data": "arithmetic", "seed": 0, "lora_rank": 32, "learning_rate": None}
     index = {"step": step, "lineage": 1, "run_id": "r", "base_digest": "d", "adam_step": step, "schedule": None,
-             "cursor": {0: 4 * step}, "skipped": 0, "elapsed_s": 1.0, "num_ranks": 1, "settings": settings}  # fmt: skip
+             "cursor": {0: 4 * step}, "skipped": 0, "bad_in_row": 0, "elapsed_s": 1.0,
+             "num_ranks": 1, "settings": settings}  # fmt: skip
     tensors = {"lora|k": torch.full((64,), float(step)), "rng|rank0": torch.get_rng_state()}
     return checkpoints.write_checkpoint(run_dir, tensors, keep, **(index | fields))
 
@@ -291,7 +292,7 @@ def test_a_full_disk_is_waited_for_and_given_up_with_what_to_do(tmp_path, caplog
     for limit_s, stop in ((0.05, False), (60.0, True)):
         answers[:] = [OSError(28, "No space left on device")] * 10**6
         patiently = PatientWriter("runs/x", limit_s, lambda stop=stop: stop, lambda: None, LOG)
-        with pytest.raises(DiskTrouble, match="Free the disk, then start again with --resume"):
+        with pytest.raises(DiskTrouble, match="free the disk, then start again with --resume"):
             patiently("save step 3", write_it)
 
 
@@ -447,6 +448,18 @@ def test_every_prompt_of_an_epoch_is_used_once_whoever_is_killed(runs):
                 prompts[f"{header['sampler_id']}:{header['seq']}"] = header["prompt_index"]
     used = [prompts[g] for _, g in trained]
     assert len(used) == len(set(used)) == 40
+
+
+def test_a_checkpoint_between_two_publishes_is_gone_on_with(runs):
+    """Its weights were not published; a sampler waits for those of the learner's start."""
+    run = runs("six", "--max_staleness", "1", "--max_steps", "8")
+    learner, sampler = run.learner("--sync_steps", "2"), run.sampler()
+    run.wait_for_step(4)
+    learner.kill()
+    learner.wait()
+    finish(run, run.learner("--resume", "--sync_steps", "2"), sampler)
+    assert "going on from step 3 of 8" in run.log("learner")
+    assert audit(run.run_dir)["steps"] == 8
 
 
 def test_a_rank_killed_while_saving_costs_the_work_since_the_last_checkpoint(runs):

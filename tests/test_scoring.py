@@ -137,6 +137,15 @@ def test_a_call_that_raises_or_ends_its_process_drops_its_group_and_says_where(
     assert (scorer._process.pid != pid) == (act in DEADLY)
 
 
+def test_user_code_that_pours_into_the_pipe_of_its_results_is_ended(make_scorer, caplog):
+    started = time.monotonic()
+    scorer = make_scorer(timeout_s=5.0)
+    assert scorer.score_group(["fine", "pour"], "5") is None
+    assert "wrote into the pipe of its results" in caplog.text
+    assert time.monotonic() - started < 15
+    assert scorer.score_group(["fine"], "5") is not None
+
+
 @pytest.mark.parametrize(
     ("act", "where"),
     [("hang", "faulty"), ("hang in C", "hang_in_c"), ("stop", "did not say where")],

@@ -13,7 +13,7 @@ from splitgrpo.client import GroupClient, RunFinished, make_hello
 from splitgrpo.config import PeerTimeout, SettingsError
 from splitgrpo.server import GroupServer
 from splitgrpo.transport import make_key, read_key
-from splitgrpo.wire import seal
+from splitgrpo.wire import Bye, seal
 from splitgrpo.zero import free_port
 
 KEY = b"k" * 32
@@ -294,6 +294,34 @@ def test_a_finished_run_sends_its_samplers_home(net):
     server.close(finished=True, reason="finished")
     with pytest.raises(RunFinished):
         client.wait_grant(1)
+
+
+def test_the_goodbye_of_a_learner_before_this_one_says_nothing(net):
+    server, client = net.server(), net.client()
+    client.wait_grant(1)
+    bye = Bye(sampler_id=0, session="of yesterday", finished=True, reason="finished")
+    with server.lock:
+        server.post(server.peers[0].identity, bye)
+    assert client.wait_grant(1)[0] == 1
+
+
+def test_weights_of_a_version_that_another_lineage_took_back_are_refused_by_their_digest(
+    net, make_group
+):
+    """Version 3 was published by two learners; the second one's is the run's."""
+    plan = {"lineage": 3, "start_version": 5, "max_staleness": 3}
+    server, client = net.server(**plan, old_digests={3: "cd" * 32, 4: DIGEST}), net.client()
+    client.wait_grant(2)
+    send(client, make_group, 1, version=3, lineage=1)
+    check_foreign(server, client)
+
+
+def test_a_version_between_two_published_ones_is_refused(net, make_group):
+    server, client = net.server(max_staleness=3), net.client()
+    server.set_version(2, DIGEST)
+    client.wait_grant(2)
+    send(client, make_group, 1, version=1)
+    check_foreign(server, client)
 
 
 def test_a_taken_port_is_named_with_who_holds_it(net):
