@@ -143,6 +143,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {i}: {error}") from error
+        if not isinstance(rows[-1], dict):
+            raise ValueError(f"{path}, line {i}: {line[:40]!r} is no object")
     return rows
 
 

@@ -47,7 +47,7 @@ class Journal:
         log: logging.Logger,
         resumed_at: int | None = None,
     ) -> None:
-        """Write what a replay needs beside the groups; what was recorded after `resumed_at` goes. Raises OSError."""
+        """Write what a replay needs beside the groups, and go on with what is there. Raises OSError."""
         self.folder, self.log = run_dir / JOURNAL, log
         self.fresh = resumed_at is not None
         self.max_bytes = int(settings.journal_gb * 1e9)
@@ -59,17 +59,7 @@ class Journal:
         recorded["model_path"] = str(model.absolute()) if model.is_dir() else settings.model_path
         write_json(self.folder / "settings.json", recorded)
         write_json(self.folder / "ds_config.json", ds_config)
-        if resumed_at is not None:
-            self._forget_after(resumed_at)
-
-    def _forget_after(self, step: int) -> None:
-        index, names = self.folder / INDEX, {file_name(i) for i in range(step)}
-        lines = read_lines(index)
-        write_lines(index, [line for line in lines if line["file"] in names])
-        for path in self.folder.glob("step_*.safetensors"):
-            if path.name not in names:
-                path.unlink()
-        for line in lines:
+        for line in read_lines(self.folder / INDEX):
             if (self.folder / line["file"]).exists():
                 self._sizes.append((self.folder / line["file"], line["bytes"]))
 
@@ -109,6 +99,17 @@ class Journal:
                 )
 
 
+def forget_after(run_dir: Path, step: int) -> None:
+    """Remove what was recorded after a step that a learner goes back to. Raises OSError, ValueError."""
+    folder, names = run_dir / JOURNAL, {file_name(i) for i in range(step)}
+    if not folder.is_dir():
+        return
+    write_lines(folder / INDEX, [row for row in read_lines(folder / INDEX) if row["file"] in names])
+    for path in folder.glob("step_*.safetensors"):
+        if path.name not in names:
+            path.unlink()
+
+
 def read_index(folder: Path) -> dict[int, str]:
     """{step: sha256} of the files in a journal, from step 0 without a gap. Raises SettingsError."""
     try:
@@ -126,8 +127,11 @@ def read_index(folder: Path) -> dict[int, str]:
     return found
 
 
-def count_steps(run_dir: str, groups_per_step: int) -> int:
-    """Steps that a run's journal can be trained on for. Raises SettingsError, also where a step now takes other groups."""
+def count_steps(run_dir: str, groups_per_step: int, wanted: int, log: logging.Logger) -> int:
+    """Steps that a run's journal can be trained on for; says so where they are fewer than wanted.
+
+    Raises SettingsError, also where a step now takes other groups.
+    """
     folder = Path(run_dir) / JOURNAL
     recorded = json.loads((folder / "settings.json").read_text())["groups_per_step"]
     if recorded != groups_per_step:
@@ -135,7 +139,9 @@ def count_steps(run_dir: str, groups_per_step: int) -> int:
             f"--replay {run_dir}: it was recorded with {recorded} groups a step, now a step takes {groups_per_step}: start "
             "as many ranks, with the same --group_size, or a --ds_config whose micro-batch and accumulation make up for it"
         )
-    return len(read_index(folder))
+    if (found := len(read_index(folder))) < wanted:
+        log.warning("%s holds the first %d steps, not %d", folder, found, wanted)
+    return found
 
 
 def read_step(

@@ -57,7 +57,7 @@ class Learner:
         models.check_model_path(settings.model_path)
         self.max_steps = settings.max_steps
         if settings.replay:
-            recorded = count_steps(settings.replay, self.groups_per_step)
+            recorded = count_steps(settings.replay, self.groups_per_step, self.max_steps, log)
             self.max_steps = min(self.max_steps, recorded)
         self.run_dir, key, self.start = Path(settings.save_path), b"", Start("")
         watch = join_ranks(str(self.run_dir.absolute()), stop, log)

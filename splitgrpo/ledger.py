@@ -85,7 +85,10 @@ def surviving(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for row in rows:
         if "resumed_at" not in row:
-            kept += [row] if "step" in row else []
+            if row.keys() >= {"step", "trained", "dropped"}:
+                kept.append(row)
+            elif "replay_of" not in row:
+                raise AuditError(f"a line of {LEDGER} has only {sorted(row)}")
             continue
         undone = sum(len(r["trained"]) for r in kept if r["step"] > row["resumed_at"])
         if undone != row["undone"]:

@@ -92,11 +92,19 @@ class MetricsReader:
                 self._file = self.path.open("rb")
         except FileNotFoundError:
             return []
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)  # somebody cut it
         at = self._file.tell()
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._file.seek(at + len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        rows = []
+        for line in whole.splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # cut in its middle, and written on; this is for people to look at
+        return rows
 
     def close(self) -> None:
         """Close the file; the next call opens it again."""

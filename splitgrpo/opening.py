@@ -24,7 +24,7 @@ from splitgrpo.config import (
     effective_kl_coef,
 )
 from splitgrpo.files import read_lines
-from splitgrpo.journal import Journal, Replay
+from splitgrpo.journal import Journal, Replay, forget_after
 from splitgrpo.keys import read_curve
 from splitgrpo.ledger import LEDGER, Ledger, lineages
 from splitgrpo.monitor import MetricsWriter
@@ -73,6 +73,11 @@ def begin(settings: LearnerSettings, log: logging.Logger) -> tuple[bytes, Start]
     path, index = checkpoints.find_checkpoint(run_dir, log)
     checkpoints.check_same_run(index, s, log)
     rewind(run_dir, index.step)
+    forget_after(run_dir, index.step)
+    if index.step > 0 and not (run_dir / LEDGER).exists():
+        log.warning(
+            "%s is gone: what became of earlier groups is not known any more", run_dir / LEDGER
+        )
     log.info("going on from step %d of %d: %s", index.step, s.max_steps, path)
     return key, Start(index.run_id, next_lineage(run_dir, index.lineage), path, index)
 

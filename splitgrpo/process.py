@@ -107,6 +107,11 @@ def forget_signals() -> None:
 def begin_process() -> None:
     """Call before the slow imports: Ctrl-C among them needs no traceback, and a launcher may be killed meanwhile."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for fd in (0, 1, 2):  # closed, a pipe or a socket would take its place
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     watch_launcher(logging.getLogger("worker"))
 
 

@@ -69,8 +69,8 @@ def claim_run_folder(
 
 def check_unused(run_dir: Path) -> None:
     """Refuse a folder that holds a run. Raises SettingsError."""
-    left = [run_dir / POINTER, run_dir / LEDGER, *(run_dir / "checkpoints").glob("step_*")]
-    if any(path.exists() for path in left):
+    kinds = (POINTER, LEDGER, "checkpoints/step_*", "adapters/v*", f"{JOURNAL}/step_*")
+    if any(True for kind in kinds for _ in run_dir.glob(kind)):
         raise SettingsError(
             f"--save_path {run_dir} holds an earlier run: --resume goes on with it, --overwrite removes it, or give another "
             "folder"
@@ -78,16 +78,15 @@ def check_unused(run_dir: Path) -> None:
 
 
 def remove_run(run_dir: Path) -> None:
-    """Remove what a learner left, first of all, and at once, what a resume looks for."""
-    if (checkpoints := run_dir / "checkpoints").exists():
-        checkpoints.rename(aside := aside_of(checkpoints))
-        shutil.rmtree(aside, ignore_errors=True)
+    """Remove what a learner left, first of all what a resume looks for. Raises OSError."""
+    for checkpoint in (run_dir / "checkpoints").glob("step_*"):
+        checkpoint.rename(aside := aside_of(checkpoint))
+        shutil.rmtree(aside)
     for name in (POINTER, DONE, METRICS, LEDGER):
         (run_dir / name).unlink(missing_ok=True)
-    for name in ("adapters", "adapter", JOURNAL):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-    for name in ("adapters", "checkpoints"):
-        (run_dir / name).mkdir()
+    for folder in (run_dir / name for name in ("checkpoints", "adapters", "adapter", JOURNAL)):
+        for path in folder.iterdir() if folder.is_dir() else []:
+            path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
 
 def rewind(run_dir: Path, step: int) -> None:
@@ -95,7 +94,7 @@ def rewind(run_dir: Path, step: int) -> None:
     (run_dir / DONE).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "adapter", ignore_errors=True)
     rows = read_lines(run_dir / METRICS)
-    write_lines(run_dir / METRICS, [row for row in rows if row["step"] <= step])
+    write_lines(run_dir / METRICS, [row for row in rows if row.get("step", step) <= step])
     pointer = last_pointer(run_dir)
     if pointer is not None and pointer.done:  # a sampler that is started now is not to go home
         write_json(

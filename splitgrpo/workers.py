@@ -31,22 +31,25 @@ class Worker:
     command: list[str]
     process: subprocess.Popen[bytes]
     log_path: Path
+    log_at: int = 0  # where its own lines begin
 
     @classmethod
     def start(cls, name: str, command: Sequence[str], log_path: Path) -> "Worker":
         """Start it with its output going to a file."""
         env = os.environ | {PARENT_ENV: str(os.getpid())}
         with log_path.open("ab") as file:
+            log_at = file.tell()
             process = subprocess.Popen(
                 command, stdout=file, stderr=file, cwd=ROOT, env=env, start_new_session=True
             )
-        return cls(name, list(command), process, log_path)
+        return cls(name, list(command), process, log_path, log_at)
 
     def start_again(self, how: str) -> None:
         """Start it once more; `how` is --resume, --overwrite, or nothing, in place of what it was started with."""
         self.command = [a for a in self.command if a not in ("--resume", "--overwrite")]
         self.command += [how] if how else []
-        self.process = Worker.start(self.name, self.command, self.log_path).process
+        again = Worker.start(self.name, self.command, self.log_path)
+        self.process, self.log_at = again.process, again.log_at
 
     def signal(self, number: int) -> None:
         """Signal its process group; a group that is gone is no error."""
@@ -87,7 +90,12 @@ class Worker:
 
     def last_lines(self, count: int = 15) -> str:
         """The end of its log."""
-        lines = self.log_path.read_text(errors="replace").splitlines()
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(self.log_at)
+                lines = file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:  # somebody has moved it away
+            lines = []
         return "\n".join(f"    {line}" for line in lines[-count:])
 
 

@@ -619,6 +619,17 @@ def test_the_books_of_a_replay_may_lack_what_was_refused_at_the_door(tmp_path):
     assert audit(tmp_path)["trained"] == 2
 
 
+@pytest.mark.parametrize("line", ["[1, 2]", '{"step": 4}', "3"])
+def test_a_line_that_is_no_entry_is_named(tmp_path, line):
+    keep_books(tmp_path)
+    with (tmp_path / LEDGER).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"ledger\.jsonl"):
+        audit(tmp_path)
+    with pytest.raises(ValueError, match=r"ledger\.jsonl"):
+        Ledger(tmp_path, 3, 2)
+
+
 def test_a_resume_from_the_last_line_undoes_nothing_and_from_step_0_undoes_all(tmp_path):
     keep_books(tmp_path)
     assert Ledger(tmp_path, 3, 6).undone == 0

@@ -10,7 +10,16 @@ import pytest
 from splitgrpo.admission import ServerPlan
 from splitgrpo.cli import parse_settings, recorded_settings
 from splitgrpo.config import DataError, LearnerSettings, SettingsError
-from splitgrpo.journal import Journal, Replay, count_steps, read_index, read_step
+from splitgrpo.files import append_line
+from splitgrpo.journal import (
+    Journal,
+    Replay,
+    count_steps,
+    file_name,
+    forget_after,
+    read_index,
+    read_step,
+)
 from splitgrpo.wire import build_group, pack_group
 
 LOG = logging.getLogger("test")
@@ -109,6 +118,18 @@ def test_a_damaged_index_is_an_error(tmp_path, text):
         read_index(tmp_path)
 
 
+def test_what_was_recorded_after_a_step_that_a_run_goes_back_to_goes_whoever_records_next(tmp_path):
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    for step in range(5):
+        append_line(folder / "index.jsonl", {"file": file_name(step), "sha256": "ab", "bytes": 0})
+        (folder / file_name(step)).touch()
+    forget_after(tmp_path, 3)
+    assert sorted(read_index(folder)) == [0, 1, 2]
+    assert len(list(folder.glob("step_*"))) == 3
+    forget_after(tmp_path / "without", 3)
+
+
 def test_the_last_line_of_an_index_that_a_power_cut_tore_costs_its_step_alone(tmp_path):
     line = {"file": "step_000000.safetensors", "sha256": "ab"}
     (tmp_path / "index.jsonl").write_text(json.dumps(line) + '\n{"file": "step_0000')
@@ -128,6 +149,6 @@ def test_a_replay_takes_the_recorded_settings_but_for_where_the_run_wrote(tmp_pa
 
 def test_steps_of_another_size_than_recorded_are_refused(tmp_path, make_group):
     journal(tmp_path).write(0, [pack_group(make_group(), "session", "digest")])
-    assert count_steps(str(tmp_path), 2) == 1
+    assert count_steps(str(tmp_path), 2, 0, LOG) == 1
     with pytest.raises(SettingsError, match="recorded with 2 groups a step, now a step takes 4"):
-        count_steps(str(tmp_path), 4)
+        count_steps(str(tmp_path), 4, 0, LOG)

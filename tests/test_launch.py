@@ -13,6 +13,7 @@ import pytest
 
 from splitgrpo.config import LearnerSettings, SamplerSettings, SettingsError
 from splitgrpo.launch import Restarts, learner_command, route, run_ids, train
+from splitgrpo.workers import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 STAY = "import time; print('here', flush=True); time.sleep(60)"
@@ -206,3 +207,16 @@ def test_curves_that_cannot_be_drawn_change_no_exit_code(tmp_path, monkeypatch):
     commands = {"learner": [sys.executable, "-c", "import sys; sys.exit(75)"],
                 "sampler": [sys.executable, "-c", ""]}  # fmt: skip
     assert train([], run_dir=tmp_path, commands=commands) == 75
+
+
+def test_last_words_are_a_workers_own_and_a_log_that_was_moved_away_has_none(tmp_path):
+    log = tmp_path / "learner.log"
+    log.write_text("of the run before\n")
+    worker = Worker.start("learner", [sys.executable, "-c", "print('mine')"], log)
+    worker.process.wait()
+    assert worker.last_lines() == "    mine"
+    worker.start_again("")
+    worker.process.wait()
+    assert worker.last_lines() == "    mine"
+    log.unlink()
+    assert worker.last_lines() == ""

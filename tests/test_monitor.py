@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 
 import pytest
@@ -48,6 +49,19 @@ def test_a_file_that_was_replaced_by_a_shorter_or_longer_one_is_read_from_its_st
     assert reader.new_rows() == []
     write_lines(path, [{"step": step} for step in range(20)])
     assert len(reader.new_rows()) == 20
+
+
+def test_a_file_that_somebody_cut_ends_nobody(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader, writer = MetricsReader(path), MetricsWriter(path)
+    for step in range(9):
+        writer.write({"step": step})
+    assert len(reader.new_rows()) == 9
+    os.truncate(path, 5)
+    assert reader.new_rows() == []
+    writer.write({"step": 9})
+    writer.write({"step": 10})
+    assert [row["step"] for row in reader.new_rows()][-1] == 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="skipped: needs /dev/full")

@@ -215,21 +215,18 @@ def test_another_run_is_refused_and_another_learning_rate_is_said(tmp_path, capl
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_cleared_when_told_so(tmp_path):
-    (tmp_path / "adapters" / "v000001.L3").mkdir(parents=True)
-    check_unused(tmp_path)
-    for name in ("latest.json", "ledger.jsonl", "checkpoints/step_000001"):
-        if name.startswith("checkpoints"):
-            write(tmp_path, 1)
+    folders = ("checkpoints/step_000001", "adapters/v000001.L3", "journal/step_000000.safetensors")
+    for name in ("latest.json", "ledger.jsonl", *folders):
+        check_unused(tmp_path)
+        if name in folders:
+            (tmp_path / name).mkdir(parents=True)
         else:
             (tmp_path / name).write_text("{}")
         with pytest.raises(
             SettingsError, match=r"--resume goes on with it, --overwrite removes it"
         ):
             check_unused(tmp_path)
-        if name != "checkpoints/step_000001":
-            (tmp_path / name).unlink()
-    remove_run(tmp_path)
-    check_unused(tmp_path)
+        remove_run(tmp_path)
     assert next_lineage(tmp_path, 0) == 1
     assert not checkpoints.found_in(tmp_path)
 
@@ -249,6 +246,31 @@ def test_two_learners_on_one_folder_are_refused_until_the_first_is_gone(tmp_path
         first.kill()
         first.wait()
     claim_run_folder(str(tmp_path))  # the lock of a dead process is none
+
+
+def test_a_run_killed_while_it_was_removed_is_neither_gone_on_with_nor_taken_for_none(tmp_path):
+    """Not even where its adapters are on another disk."""
+    for n in range(1, 100):
+        run, disk = tmp_path / str(n), tmp_path / f"disk{n}"
+        for step in (1, 2):
+            write(run, step)
+        for name in ("v000001.L1", "v000002.L1"):
+            (disk / name).mkdir(parents=True)
+        (run / "adapters").symlink_to(disk)
+        for name in ("latest.json", "ledger.jsonl", "metrics.jsonl"):
+            (run / name).write_text("{}")
+        if dies_at(lambda run=run: remove_run(run), run, n):
+            check_unused(run)
+            break
+        if any((run / "adapters").iterdir()):
+            with pytest.raises(SettingsError, match="holds an earlier run"):
+                check_unused(run)
+        if not (run / "latest.json").exists():
+            with pytest.raises(SettingsError, match="holds no checkpoint"):
+                checkpoints.find_checkpoint(run, LOG)
+    else:
+        pytest.fail("removing never came to its end")
+    assert n > 5
 
 
 def test_a_resumed_run_takes_back_what_was_reported_later_and_that_it_is_done(tmp_path):
