@@ -22,6 +22,7 @@ from splitgrpo.config import JOURNAL
 from splitgrpo.files import append_line, read_lines, write_lines
 
 LEDGER, METRICS, DONE = "ledger.jsonl", "metrics.jsonl", "done.json"
+LOCK = "learner.lock"  # of the learner that a folder belongs to
 
 
 class AuditError(ValueError):
@@ -119,8 +120,10 @@ def audit(run_dir: Path) -> dict[str, int]:
 
     Every group of every sampler, from its first to its last with a fate, was trained once or dropped with one reason.
     """
-    if not (run_dir / LEDGER).exists():
-        raise AuditError(f"there is no {LEDGER}: is it a run folder?")
+    if not any(
+        (run_dir / name).exists() for name in (LEDGER, LOCK)
+    ):  # a run without a step has no books yet
+        raise AuditError(f"there is neither {LEDGER} nor {LOCK}: is it a run folder?")
     rows = read_lines(run_dir / LEDGER)
     kept = surviving(rows)
     fates: dict[int, dict[int, str]] = {}

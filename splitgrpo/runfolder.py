@@ -23,7 +23,7 @@ from splitgrpo.files import (
     write_json,
     write_lines,
 )
-from splitgrpo.ledger import DONE, LEDGER, METRICS
+from splitgrpo.ledger import DONE, LEDGER, LOCK, METRICS
 from splitgrpo.transport import make_key
 
 AGAIN_S = 5.0  # between two tries to write on a disk that is full
@@ -46,7 +46,7 @@ def claim_run_folder(
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass
-        fd = os.open(run_dir / "learner.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise SettingsError(
             f"--save_path {save_path} cannot be written ({error.strerror}): give a folder on a writable disk"
