@@ -199,6 +199,14 @@ def read_pointer(run_dir: Path) -> Pointer | None:
     return pointer
 
 
+def last_pointer(run_dir: Path) -> Pointer | None:
+    """The pointer of a run folder where one can be read, for those who need no more than to look."""
+    try:
+        return read_pointer(run_dir)
+    except AdapterError:
+        return None
+
+
 def read_adapter(run_dir: Path, pointer: Pointer) -> Adapter:
     """Read what a pointer names and check all of it before anything is used. Raises AdapterError."""
     folder = run_dir / "adapters" / pointer.folder

@@ -61,7 +61,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     fsync(path.parent)
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
     """Make a folder that appears with all its files or not at all; `fill` writes them into the folder it is given.
 
     Raises OSError; FileExistsError when `path` is there already: a published folder is never written again.

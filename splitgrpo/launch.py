@@ -105,7 +105,7 @@ def supervise(
     restarts: Restarts | None = None,
 ) -> int:
     """Show progress until both workers have ended; returns the exit code of the first that failed for good, or 0."""
-    reader, restarts = MetricsReader(run_dir / "metrics.jsonl"), restarts or Restarts(0)
+    reader, restarts = MetricsReader(run_dir / METRICS), restarts or Restarts(0)
     first: Worker | None = None
     code, failed_at = EXIT_OK, 0.0
     with ProgressBar(max_steps) as bar:
@@ -196,7 +196,7 @@ def train(
     finally:
         end_all(workers, END_S)
         try:
-            plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
+            plot_curves(run_dir / METRICS, run_dir / "curves.png")
         except OSError as error:
             log.warning("no curves: %s", error)
 

@@ -186,9 +186,8 @@ class Learner:
             return
         what, publisher = f"publish version {self.step}", self.publisher
         digest = self.patiently(what, lambda: publisher.write(self.step, tensors))
-        self.server.expect(
-            self.step, digest
-        )  # a sampler may be faster than the line after the next
+        # Before it can be found: a sampler may send groups of it sooner than set_version is reached.
+        self.server.expect(self.step, digest)
         self.patiently(what, lambda: publisher.point(self.step, digest, done=done))
         self.server.set_version(self.step, digest)
 

@@ -26,7 +26,7 @@ from splitgrpo.config import (
 from splitgrpo.files import read_lines
 from splitgrpo.journal import Journal, Replay, forget_after
 from splitgrpo.keys import read_curve
-from splitgrpo.ledger import LEDGER, Ledger, lineages
+from splitgrpo.ledger import LEDGER, METRICS, Ledger, lineages
 from splitgrpo.monitor import MetricsWriter
 from splitgrpo.process import check_port
 from splitgrpo.rollout import Group, check_group
@@ -114,7 +114,7 @@ def open_books(
     resumed_at = start.index.step if start.index else None
     ledger = Ledger(run_dir, start.lineage, resumed_at, s.replay)
     plan = make_plan(s, start, ledger, groups_per_step)
-    metrics = MetricsWriter(run_dir / "metrics.jsonl")
+    metrics = MetricsWriter(run_dir / METRICS)
     if s.replay:
         log.info("replaying %s, run folder %s", s.replay, run_dir)
         return Opened(Replay(s.replay, key, plan, s.temperature), ledger, metrics, None)

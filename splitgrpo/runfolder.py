@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from splitgrpo.adapters import FOLDER, POINTER, AdapterError, Pointer, read_pointer
+from splitgrpo.adapters import FOLDER, POINTER, last_pointer
 from splitgrpo.config import JOURNAL, DiskTrouble, SettingsError
 from splitgrpo.files import (
     aside_of,
@@ -109,14 +109,6 @@ def next_lineage(run_dir: Path, checkpointed: int = 0) -> int:
     return max([checkpointed, pointer.lineage if pointer else 0, *found]) + 1
 
 
-def last_pointer(run_dir: Path) -> Pointer | None:
-    """latest.json where it can be read; a damaged one is about to be replaced."""
-    try:
-        return read_pointer(run_dir)
-    except AdapterError:
-        return None
-
-
 @dataclass
 class PatientWriter:
     """Tries again while the disk refuses: what the learner has in memory is worth more than the wait.
@@ -152,10 +144,6 @@ def mark_done(run_dir: Path, adapter: str, report: dict[str, Any]) -> None:
     """Leave the final adapter under a fixed name, then done.json: success is this file, never an exit code."""
     final = run_dir / "adapter"
     shutil.rmtree(final, ignore_errors=True)
-    write_folder(final, lambda aside: copy_files(run_dir / "adapters" / adapter, aside))
+    source = run_dir / "adapters" / adapter
+    write_folder(final, lambda aside: shutil.copytree(source, aside, dirs_exist_ok=True))
     write_json(run_dir / DONE, report)
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Copy a folder's files into one that is there. Raises OSError."""
-    shutil.copytree(source, target, dirs_exist_ok=True)

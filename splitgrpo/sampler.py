@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from splitgrpo import models
-from splitgrpo.adapters import POINTER, Adapter, AdapterError, read_pointer
+from splitgrpo.adapters import POINTER, Adapter, AdapterError, last_pointer, read_pointer
 from splitgrpo.client import GroupClient, RunFinished, make_hello
 from splitgrpo.config import (
     PeerTimeout,
@@ -95,17 +95,14 @@ class Sampler:
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._looked = time.monotonic()
-        try:
-            pointer = read_pointer(self.run_dir)
-        except AdapterError:
-            return  # the next reload says so
+        pointer = last_pointer(self.run_dir)  # a damaged one is for the next reload to tell of
         if pointer is not None and pointer.done and pointer.run_id == self.adapter.pointer.run_id:
             raise RunFinished
 
     def _looked_for(self) -> str:
         path = self.run_dir / POINTER
         if path.exists():
-            if '"done": true' in path.read_text(errors="replace"):
+            if (pointer := last_pointer(self.run_dir)) is not None and pointer.done:
                 return f"{path} is of a run that is finished; the learner goes on with it by --resume and more --max_steps"
             return f"{path} names no such version that can be loaded"
         if not self.run_dir.is_dir():

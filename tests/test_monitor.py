@@ -35,12 +35,17 @@ def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
     assert reader.new_rows() == [ROW]
 
 
-def test_a_file_that_was_replaced_by_a_shorter_or_longer_one_is_read_from_its_start(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def nine_rows_read(folder):
+    path = folder / "metrics.jsonl"
     reader, writer = MetricsReader(path), MetricsWriter(path)
     for step in range(9):
         writer.write({"step": step})
     assert len(reader.new_rows()) == 9
+    return path, reader, writer
+
+
+def test_a_file_that_was_replaced_by_a_shorter_or_longer_one_is_read_from_its_start(tmp_path):
+    path, reader, writer = nine_rows_read(tmp_path)
     write_lines(path, [{"step": step} for step in range(3)])
     assert [row["step"] for row in reader.new_rows()] == [0, 1, 2]
     writer.write({"step": 3})
@@ -52,11 +57,7 @@ def test_a_file_that_was_replaced_by_a_shorter_or_longer_one_is_read_from_its_st
 
 
 def test_a_file_that_somebody_cut_ends_nobody(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    reader, writer = MetricsReader(path), MetricsWriter(path)
-    for step in range(9):
-        writer.write({"step": step})
-    assert len(reader.new_rows()) == 9
+    path, reader, writer = nine_rows_read(tmp_path)
     os.truncate(path, 5)
     assert reader.new_rows() == []
     writer.write({"step": 9})
