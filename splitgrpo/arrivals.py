@@ -6,6 +6,7 @@ from without training a group twice or forgetting one.
 """
 
 import collections
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,17 +40,21 @@ class Dropped:
 
 
 class GroupQueue:
-    """First in, first out. `cursor` is {sampler: sequence number of its first group without a fate}."""
+    """First in, first out; `num_groups` are in line. `cursor` is {sampler: number of its first group without a fate}."""
 
     def __init__(self, cursor: dict[int, int]) -> None:
         self.cursor = dict(cursor)
         self.dropped: collections.Counter[str] = collections.Counter()  # by reason, fates only
         self._items: collections.deque[Trained | Dropped] = collections.deque()
         self._fates: list[Dropped] = []
+        self.num_groups = 0  # in line, markers not counted
+        self._oldest: float = math.inf  # no group in line is of a version before this one
 
     def put(self, group: Group, payload: bytes) -> None:
         """Line up one group."""
         self._items.append(Trained(group, payload))
+        self.num_groups += 1
+        self._oldest = min(self._oldest, group.policy_version)
 
     def drop(self, sampler_id: int, seq: int, reason: str) -> None:
         """Line up a marker for a group that will not be trained."""
@@ -57,6 +62,9 @@ class GroupQueue:
 
     def expire(self, oldest_version: int) -> int:
         """Turn the groups sampled by a version before `oldest_version` into markers; returns how many."""
+        if self._oldest >= oldest_version:
+            return 0  # asked for every time that somebody waits for groups
+        self._oldest = oldest_version
         return self._mark(lambda group: group.policy_version < oldest_version, "stale")
 
     def _mark(self, unwanted: Callable[[Group], bool], reason: str) -> int:
@@ -67,11 +75,12 @@ class GroupQueue:
                 items[i] = Dropped(group.sampler_id, group.seq, group.seq, reason)
                 num += 1
         self._items = collections.deque(items)
+        self.num_groups -= num
         return num
 
     def take(self, num_groups: int) -> list[Trained] | None:
         """Take so many groups off the line, oldest first, or none if there are not as many."""
-        if sum(isinstance(item, Trained) for item in self._items) < num_groups:
+        if self.num_groups < num_groups:
             self._settle(0)
             return None
         return self._settle(num_groups)
@@ -101,6 +110,7 @@ class GroupQueue:
                 self.dropped[item.reason] += item.count
                 self.cursor[item.sampler_id] = item.last + 1
             self._items.popleft()
+        self.num_groups -= len(taken)
         return taken
 
 

@@ -15,6 +15,7 @@ from splitgrpo.keys import Curve
 from splitgrpo.rollout import Group
 from splitgrpo.transport import SocketThread
 from splitgrpo.wire import (
+    Blob,
     Bye,
     Commit,
     Grant,
@@ -207,7 +208,7 @@ class GroupClient(SocketThread):
         self.post(b"", beat)
         self._request()  # again: the first one, or the grant, may be lost
 
-    def on_message(self, identity: bytes, message: Message, blob: bytes, payload: bytes) -> None:
+    def on_message(self, identity: bytes, message: Message, blob: Blob, payload: bytes) -> None:
         """Take what the learner says."""
         if isinstance(message, Welcome):
             self._on_welcome(message)

@@ -56,7 +56,9 @@ class Feed:
                 taken = self.server.take(num_groups, version, TICK_S)
                 if taken is not None:
                     self.taken = taken
-                    op, payload = STEP, join([t.payload for t in taken])
+                    op = STEP
+                    if self.ranks.num_ranks > 1:
+                        payload = join([t.payload for t in taken])
                 elif min(self.server.idle_s(), time.monotonic() - started) > self.wait_timeout_s:
                     op = GIVE_UP
                 elif time.monotonic() - said > SAY_EVERY_S:
@@ -86,12 +88,14 @@ class Feed:
         return tensor.tolist()
 
     def share(self, payload: bytes, size: int) -> list[Group]:
-        """Broadcast rank 0's bytes and decode them on every rank, so that all see the same values."""
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if payload:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        """Broadcast rank 0's bytes, which all other ranks decode; its own groups are views of them, checked as they came."""
         if self.ranks.num_ranks > 1:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            if payload:
+                buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             dist.broadcast(buffer, src=0, group=self.ranks.control)
+        if self.server is not None:
+            return [t.group for t in self.taken]
         return [decode(self.key, raw) for raw in cut(buffer.numpy().tobytes())]
 
 

@@ -22,10 +22,11 @@ from safetensors import SafetensorError, safe_open
 
 from splitgrpo.admission import ServerPlan
 from splitgrpo.arrivals import Dropped, GroupQueue, Trained
+from splitgrpo.blob import read_arrays
 from splitgrpo.config import JOURNAL, DataError, LearnerSettings, SettingsError
 from splitgrpo.files import append_line, fsync, read_lines, sha256_file, write_json, write_lines
 from splitgrpo.rollout import RolloutError
-from splitgrpo.wire import GroupHeader, MessageError, build_group, seal
+from splitgrpo.wire import Blob, GroupHeader, MessageError, build_group, seal
 
 INDEX = "index.jsonl"
 
@@ -63,7 +64,7 @@ class Journal:
             if (self.folder / line["file"]).exists():
                 self._sizes.append((self.folder / line["file"], line["bytes"]))
 
-    def write(self, step: int, arrivals: list[tuple[GroupHeader, bytes]]) -> None:
+    def write(self, step: int, arrivals: list[tuple[GroupHeader, Blob]]) -> None:
         """Write what arrived before the step after `step`, then remove the oldest files above the size."""
         if self.failed:
             return
@@ -73,12 +74,12 @@ class Journal:
             self.failed = True
             self.log.warning("the journal ends before step %d: %s", step + 1, error)
 
-    def _write(self, step: int, arrivals: list[tuple[GroupHeader, bytes]]) -> None:
+    def _write(self, step: int, arrivals: list[tuple[GroupHeader, Blob]]) -> None:
         tensors: dict[str, Any] = {}
         headers = []
         for i, (header, blob) in enumerate(arrivals):
             headers.append(msgspec.json.encode(header).decode())
-            tensors |= {f"{i:04d}/{k}": v for k, v in safetensors.numpy.load(blob).items()}
+            tensors |= {f"{i:04d}/{k}": v for k, v in read_arrays(blob).items()}
         path = self.folder / file_name(step)
         aside = path.with_name(f".{path.name}")
         metadata = {"headers": json.dumps(headers), "fresh": json.dumps(self.fresh)}
@@ -234,7 +235,7 @@ class Replay:
     def finish(self) -> None:
         """Nothing waits that was not recorded for later steps."""
 
-    def take_arrivals(self) -> list[tuple[GroupHeader, bytes]]:
+    def take_arrivals(self) -> list[tuple[GroupHeader, Blob]]:
         """Nothing arrives."""
         return []
 

@@ -15,6 +15,7 @@ from splitgrpo.keys import Curve
 from splitgrpo.process import port_trouble
 from splitgrpo.rollout import RolloutError
 from splitgrpo.transport import SocketThread
+from splitgrpo.wire import Blob
 
 SILENT_S = 5.0  # a sampler beats every HEARTBEAT_S; one that was killed says no goodbye
 FAREWELL_S = 2.0  # a sampler that misses it would wait for wait_timeout_s
@@ -25,14 +26,8 @@ class GroupServer(SocketThread):
     """Receives groups on a thread of its own; `take` hands them out in order of arrival."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        key: bytes,
-        plan: ServerPlan,
-        log: logging.Logger,
-        curve: Curve | None = None,
-    ) -> None:
+        self, host: str, port: int, key: bytes, plan: ServerPlan, log: logging.Logger, curve: Curve | None = None
+    ) -> None:  # fmt: skip
         """Bind the port. Raises SettingsError when it is taken, naming who holds it where that can be seen."""
         super().__init__(zmq.ROUTER, key, log, "group-server", curve)
         self.plan = plan
@@ -47,8 +42,9 @@ class GroupServer(SocketThread):
         self.last_progress = time.monotonic()
         self._queue = GroupQueue(plan.cursor)
         self._queue.dropped.update(plan.dropped)
+        self._awaited = 0  # groups that `take` waits for
         self._farewell: wire.Bye | None = None
-        self._arrivals: list[tuple[wire.GroupHeader, bytes]] = []
+        self._arrivals: list[tuple[wire.GroupHeader, Blob]] = []
         self._settings_hash = wire.settings_hash(plan.settings)
         try:
             self.bind(host, port)
@@ -74,7 +70,9 @@ class GroupServer(SocketThread):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return None
+                self._awaited = num_groups
                 self.lock.wait(remaining)
+                self._awaited = 0
 
     @property
     def version(self) -> int:
@@ -113,7 +111,7 @@ class GroupServer(SocketThread):
             self.credit.settle()
             self._queue.finish()
 
-    def take_arrivals(self) -> list[tuple[wire.GroupHeader, bytes]]:
+    def take_arrivals(self) -> list[tuple[wire.GroupHeader, Blob]]:
         """What was accepted since the last call, in order of arrival, as received; empty unless plan.journal."""
         with self.lock:
             arrivals, self._arrivals = self._arrivals, []
@@ -152,7 +150,7 @@ class GroupServer(SocketThread):
         """Say goodbye to every sampler and free the port; the end of a run is said until all have left, or FAREWELL_S."""
         bye = wire.Bye(sampler_id=0, session=self.boot_id, finished=finished, reason=reason)
         with self.lock:
-            self._farewell = bye
+            self._farewell, self._awaited = bye, 0
             for peer in self.peers.values():
                 self.post(peer.identity, bye)
             if finished:
@@ -160,6 +158,10 @@ class GroupServer(SocketThread):
         self.stop()
 
     # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def has_news(self) -> bool:
+        """Not while a step's groups are not complete: to wake for each costs as much as to check it."""
+        return self._queue.num_groups >= self._awaited
 
     def on_tick(self) -> None:
         """Heartbeat to every sampler; take back the credit of those that died or hang, which the living wait for."""
@@ -180,7 +182,7 @@ class GroupServer(SocketThread):
             self.post(peer.identity, beat)
 
     def on_message(
-        self, identity: bytes, message: wire.Message, blob: bytes, payload: bytes
+        self, identity: bytes, message: wire.Message, blob: Blob, payload: bytes
     ) -> None:
         """Route one signed message; all but a hello need a session that was welcomed."""
         if self._farewell is not None and not isinstance(message, wire.Bye):
@@ -244,7 +246,7 @@ class GroupServer(SocketThread):
             self._post_welcome(peer, sampler_id)
 
     def _receive_group(
-        self, peer: Peer, header: wire.GroupHeader | wire.GroupDropped, blob: bytes, payload: bytes
+        self, peer: Peer, header: wire.GroupHeader | wire.GroupDropped, blob: Blob, payload: bytes
     ) -> None:
         if header.seq > peer.next_seq:  # one before it was lost on the way
             self._ask_again(peer, header.sampler_id)
@@ -261,11 +263,11 @@ class GroupServer(SocketThread):
             reason: str | None = header.reason
         else:
             reason = self._line_up(header, blob, payload)
-        if reason is not None:
+        if reason is not None:  # else no more room than before
             self._queue.drop(header.sampler_id, header.seq, reason)
-        self._grant()
+            self._grant()
 
-    def _line_up(self, header: wire.GroupHeader, blob: bytes, payload: bytes) -> str | None:
+    def _line_up(self, header: wire.GroupHeader, blob: Blob, payload: bytes) -> str | None:
         """Check one group and put it in line; returns why it is dropped instead."""
         try:
             check_origin(self.plan, header, self._settings_hash, self.version, self._digests)
@@ -277,6 +279,8 @@ class GroupServer(SocketThread):
             return "foreign" if isinstance(error, ForeignGroup) else "malformed"
         self.credit.accepted += 1
         self._queue.put(group, payload)
+        if group.policy_version < self.version - self.plan.max_staleness:
+            self._awaited = 0  # `take` drops it and grants its place again
         if self.plan.journal:
             self._arrivals.append((header, blob))
         return None

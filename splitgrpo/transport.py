@@ -20,7 +20,16 @@ from zmq.utils.monitor import recv_monitor_message
 from splitgrpo.config import SettingsError
 from splitgrpo.files import write_text
 from splitgrpo.keys import Curve, Doorkeeper, secure
-from splitgrpo.wire import MAX_MESSAGE_BYTES, Header, Message, MessageError, printable, seal, unseal
+from splitgrpo.wire import (
+    MAX_MESSAGE_BYTES,
+    Blob,
+    Header,
+    Message,
+    MessageError,
+    printable,
+    seal,
+    unseal,
+)
 
 HEARTBEAT_S = 1.0
 LINGER_MS = 1000  # zeromq's default is to hang for ever at exit
@@ -30,14 +39,10 @@ HANDSHAKE_MS = 15_000  # a connection that has not said who it is by then is clo
 UNREAD_MESSAGES = 16
 MAX_KINDS = 60  # of refusals that are counted apart
 HANDSHAKE_ADVICE = "it refuses the handshake: give both workers the --curve_key files that were made together, or neither"
+KEY_NOT_LET_IN = "key not let in: a CURVE client with another key than the sampler's"
 LINES_AT_ONCE, SECONDS_A_LINE = 40, 2.0  # of the log, about what peers sent
-HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
+HANDSHAKES = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+              | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED)  # fmt: skip
 
 
 def make_key(path: Path) -> bytes:
@@ -52,9 +57,7 @@ def read_key(path: Path) -> bytes:
     if not path.exists():
         raise SettingsError(f"{path} is not there: the learner makes it in its --save_path")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise SettingsError(
-            f"{path} can be read by other users, who could then send rollouts: chmod 600 it"
-        )
+        raise SettingsError(f"{path} can be read by other users, who could then send rollouts: chmod 600 it")  # fmt: skip
     try:
         key = bytes.fromhex(path.read_text().strip())
     except ValueError:
@@ -90,22 +93,15 @@ class SocketThread:
     """Owns a socket: receives, checks and hands over messages, sends what others queue.
 
     Subclasses define `on_message`, `on_tick` (both on the thread, `self.lock` held) and read their state from other
-    threads under `self.lock`, a Condition that is notified after every change.
+    threads under `self.lock`, a Condition that is notified after every change for which `has_news`.
     """
 
     def __init__(
-        self,
-        socket_type: int,
-        key: bytes,
-        log: logging.Logger,
-        name: str,
-        curve: Curve | None = None,
-    ) -> None:
+        self, socket_type: int, key: bytes, log: logging.Logger, name: str, curve: Curve | None = None
+    ) -> None:  # fmt: skip
         """Make a socket that is not bound or connected yet; with `curve` it is encrypted."""
         self.lock = threading.Condition()
-        self.log = log
-        self.peer_log = LogBudget(log)
-        self.key = key
+        self.key, self.log, self.peer_log = key, log, LogBudget(log)
         self.handshake_error = ""  # of a sampler's last try to connect
         self._peer, self._given_up, self._shaken = "", False, False
         self.invalid: collections.Counter[str] = collections.Counter()
@@ -114,9 +110,11 @@ class SocketThread:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        self._woken = False  # and has not looked yet
         self._stop = False
         self._context = zmq.Context()  # made after any fork, ended with this thread
         self._socket = self._context.socket(socket_type)
+        self._routed = socket_type == zmq.ROUTER  # the peer's identity stands before each message
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -129,13 +127,17 @@ class SocketThread:
 
     # -- for subclasses, on the thread ---------------------------------------------------------------------------
 
-    def on_message(self, identity: bytes, message: Message, blob: bytes, payload: bytes) -> None:
+    def on_message(self, identity: bytes, message: Message, blob: Blob, payload: bytes) -> None:
         """Handle one message whose signature was right."""
         raise NotImplementedError
 
     def on_tick(self) -> None:
         """Called every HEARTBEAT_S."""
         raise NotImplementedError
+
+    def has_news(self) -> bool:
+        """Whether to wake who waits for the lock; asked after every round of messages."""
+        return True
 
     def bind(self, host: str, port: int) -> None:
         """Listen there. Raises zmq.ZMQError, with everything closed."""
@@ -165,8 +167,9 @@ class SocketThread:
 
     def wake(self) -> None:
         """Make the thread look at its outbox now."""
-        if threading.current_thread() is self._thread:
+        if self._woken or threading.current_thread() is self._thread:
             return
+        self._woken = True
         try:
             self._wake_in.send(b"x")
         except BlockingIOError:
@@ -213,7 +216,6 @@ class SocketThread:
 
     def _loop(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_out.fileno(), zmq.POLLIN)
         if self._doorkeeper is not None:
             poller.register(self._doorkeeper.socket, zmq.POLLIN)
@@ -221,16 +223,20 @@ class SocketThread:
             poller.register(self._handshakes, zmq.POLLIN)
         next_tick = time.monotonic()
         while True:
+            # What would not go out goes out as soon as the peer has read: at the next tick is up to a second late.
+            poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
             wait_ms = int(max(0.0, next_tick - time.monotonic()) * 1000)
             events = dict(poller.poll(wait_ms))
             if self._wake_out.fileno() in events:
                 self._wake_out.recv(4096)
             with self.lock:
-                if self._doorkeeper is not None and self._doorkeeper.socket in events:
-                    self._open_door(self._doorkeeper)
+                self._woken = False  # what is queued from here on wakes it again
+                door = self._doorkeeper
+                if door is not None and door.socket in events and not door.answer():
+                    self.count_invalid(KEY_NOT_LET_IN)
                 if self._handshakes is not None and self._handshakes in events:
                     self._note_handshake(self._handshakes)
-                if self._socket in events:
+                if events.get(self._socket, 0) & zmq.POLLIN:
                     self._receive()
                 if time.monotonic() >= next_tick:
                     if self._given_up:
@@ -238,13 +244,10 @@ class SocketThread:
                     self.on_tick()
                     next_tick = time.monotonic() + HEARTBEAT_S
                 self._flush()
-                self.lock.notify_all()
+                if self._stop or self.has_news():
+                    self.lock.notify_all()
                 if self._stop:
                     return
-
-    def _open_door(self, doorkeeper: Doorkeeper) -> None:
-        if not doorkeeper.answer():
-            self.count_invalid("key not let in: a CURVE client with another key than the sampler's")
 
     def _note_handshake(self, monitor: zmq.Socket) -> None:
         event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
@@ -267,16 +270,16 @@ class SocketThread:
     def _receive(self) -> None:
         for _ in range(64):  # a flood of input must not starve the ticks
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity = self._socket.recv(zmq.NOBLOCK) if self._routed else b""
+                payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            identity = frames[0] if self._socket.type == zmq.ROUTER else b""
-            body = frames[1:] if self._socket.type == zmq.ROUTER else frames
             try:
-                if len(body) != 1:
-                    raise MessageError(f"wrong number of frames: {len(body)}, expected 1")
-                message, blob = unseal(self.key, body[0])
-                self.on_message(identity, message, blob, body[0])
+                if self._socket.getsockopt(zmq.RCVMORE):
+                    num = 1 + len(self._socket.recv_multipart(zmq.NOBLOCK))
+                    raise MessageError(f"wrong number of frames: {num}, expected 1")
+                message, blob = unseal(self.key, payload)
+                self.on_message(identity, message, blob, payload)
             except MessageError as error:
                 self.count_invalid(str(error))
 
@@ -290,18 +293,17 @@ class SocketThread:
             kind = "other"
         self.invalid[kind] += 1
         if str(self.invalid[kind]).strip("0") == "1":
-            self.peer_log.say(
-                logging.WARNING, "message dropped (%d so far): %s", self.invalid[kind], reason
-            )
+            text = "message dropped (%d so far): %s"
+            self.peer_log.say(logging.WARNING, text, self.invalid[kind], reason)
 
     def _flush(self) -> None:
         while self._outbox:
             identity, payload = self._outbox[0]
-            frames = [identity, payload] if self._socket.type == zmq.ROUTER else [payload]
+            frames = [identity, payload] if self._routed else [payload]
             try:
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
-                return  # not connected yet, or the peer reads slowly: tried again at the next tick
+                return  # not connected yet, or the peer reads slowly
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise

@@ -50,11 +50,17 @@ def quicken(factor: float) -> None:
     server.ASK_AGAIN_S *= factor
 
 
-def make_group(sampler_id: int, completions: int, tokens: int) -> Group:
+def make_group(
+    sampler_id: int,
+    completions: int,
+    tokens: int,
+    prompt_tokens: int = PROMPT_TOKENS,
+    seed: int = 0,
+) -> Group:
     """A group that passes check_group: `completions` of `tokens` tokens each; seq and version are put in later."""
-    rng = np.random.default_rng(sampler_id)
-    prompt = rng.integers(3, VOCAB, size=PROMPT_TOKENS)
-    mask = np.arange(PROMPT_TOKENS + tokens) >= PROMPT_TOKENS
+    rng = np.random.default_rng([sampler_id, seed])
+    prompt = rng.integers(3, VOCAB, size=prompt_tokens)
+    mask = np.arange(prompt_tokens + tokens) >= prompt_tokens
     rollouts = []
     for _ in range(completions):
         ids = np.concatenate([prompt, rng.integers(3, VOCAB, size=tokens)]).astype(np.int32)
@@ -72,7 +78,11 @@ def work(args: argparse.Namespace, sampler_id: int, stop: StopFlag) -> None:
         ("127.0.0.1", args.port), read_key(args.key_file), make_hello(sampler_id, "run", SETTINGS),
         wait_timeout_s=args.wait_timeout_s, check_stop=stop.raise_if_set, log=log,
     )  # fmt: skip
-    made, sent, rounds = make_group(sampler_id, args.completions, args.tokens), 0, 0
+    made = [
+        make_group(sampler_id, args.completions, args.tokens, args.prompt_tokens, i)
+        for i in range(args.distinct)
+    ]
+    sent = rounds = 0
     try:
         while not args.num_groups or sent < args.num_groups:
             num, (lineage, version) = sampler.wait_grant(args.batch)
@@ -88,7 +98,7 @@ def work(args: argparse.Namespace, sampler_id: int, stop: StopFlag) -> None:
                     goes_on = sampler.drop(seq, (lineage, version), "filtered")
                 else:
                     group = replace(
-                        made, seq=seq, prompt_index=prompt_of(sampler_id, seq), lineage=lineage,
+                        made[seq % len(made)], seq=seq, prompt_index=prompt_of(sampler_id, seq), lineage=lineage,
                         policy_version=version, adapter_digest=digest_of(version),
                     )  # fmt: skip
                     goes_on = sampler.send(group)
@@ -111,6 +121,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num_samplers", type=int, default=1)
     parser.add_argument("--completions", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="of each completion")
+    parser.add_argument("--prompt_tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument(
+        "--distinct", type=int, default=1, help="groups made once, then sent in turn"
+    )
     parser.add_argument("--filter_rounds", type=int, default=0, help="drop every n-th round whole")
     parser.add_argument("--wait_timeout_s", type=float, default=30.0)
     parser.add_argument("--quicken", type=float, default=1.0, help="seconds that a second takes")

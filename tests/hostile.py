@@ -25,7 +25,8 @@ HTTP = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n" + MA
 
 def sign(head: bytes, blob: bytes = b"", head_len: int | None = None) -> bytes:
     """A message with a right signature, whatever is in it."""
-    body = struct.pack("<I", len(head) if head_len is None else head_len) + head + blob
+    pad = bytes(-(wire.START + len(head)) % 8) if blob else b""
+    body = struct.pack("<I", len(head) if head_len is None else head_len) + head + pad + blob
     return wire.MAGIC + hmac.digest(KEY, body, "sha256") + body
 
 

@@ -5,15 +5,17 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 import zmq
 
+from splitgrpo import SCHEMA_VERSION
 from splitgrpo.admission import ServerPlan
 from splitgrpo.client import GroupClient, RunFinished, make_hello
 from splitgrpo.config import PeerTimeout, SettingsError
 from splitgrpo.server import GroupServer
 from splitgrpo.transport import make_key, read_key
-from splitgrpo.wire import Bye, seal
+from splitgrpo.wire import Bye, pack_group, seal
 from splitgrpo.zero import free_port
 
 KEY = b"k" * 32
@@ -147,6 +149,44 @@ def test_a_group_above_the_staleness_bound_is_dropped_whole_and_its_place_grante
     assert client.wait_grant(4) == (4, (1, 0))
 
 
+def test_a_stale_group_gives_its_place_back_while_a_step_is_waited_for(net, make_group):
+    """Though the learner's main thread is not woken for groups that do not make up a step."""
+    server, client = net.server(), net.client()
+    client.wait_grant(4)
+    server.set_version(2, DIGEST)
+    waiter = threading.Thread(target=lambda: server.take(3, 2, 6.0))
+    waiter.start()
+    wait_until(lambda: server._awaited == 3, "it waits for three")
+    send(client, make_group, 1, version=2)
+    drain(server, client)
+    assert not server.has_news()
+    send(client, make_group, 1, version=0)
+    line = server._queue
+    wait_until(lambda: (len(line._items), line.num_groups) == (2, 1), "one is stale", timeout_s=3.0)
+    assert server.credit.accepted == 1
+    send(client, make_group, 2, version=2)
+    waiter.join(3.0)
+    assert not waiter.is_alive()
+
+
+def test_what_would_not_go_out_goes_out_before_the_next_tick(net, monkeypatch):
+    class Stuffed(GroupClient):
+        refused = 0
+
+        def _flush(self):  # as where the peer reads slowly
+            if self._outbox and self.refused < 5:
+                self.refused += 1
+                return
+            super()._flush()
+
+    monkeypatch.setattr("splitgrpo.transport.HEARTBEAT_S", 30.0)
+    monkeypatch.setattr("test_transport.GroupClient", Stuffed)
+    net.server()
+    client = net.client(wait_timeout_s=5.0)
+    assert client.wait_grant(1)[0] == 1
+    assert client.refused == 5
+
+
 def test_a_sampler_with_other_settings_is_refused_naming_both_values(net):
     net.server()
     client = net.client(settings=SETTINGS | {"temperature": "0.7"})
@@ -227,6 +267,15 @@ def test_a_sampler_survives_a_learner_that_restarts_on_the_same_port(net, make_g
     assert seqs(again.take(2, 1, 5.0)) == [4, 5]
 
 
+def test_a_sampler_of_another_version_of_the_record_is_refused_naming_both(net, monkeypatch):
+    monkeypatch.setattr("splitgrpo.client.SCHEMA_VERSION", SCHEMA_VERSION - 1)
+    net.server()
+    client = net.client()
+    wanted = f"record schema: learner {SCHEMA_VERSION}, sampler {SCHEMA_VERSION - 1}"
+    with pytest.raises(SettingsError, match=wanted):
+        client.wait_grant(1)
+
+
 def check_foreign(server, client):
     """The one group that was sent is dropped, when the line passes over it."""
     drain(server, client)
@@ -256,6 +305,15 @@ def test_a_group_whose_adapter_did_not_outlive_a_restart_is_dropped(net, make_gr
     check_foreign(server, client)
     send(client, make_group, 1, version=2, lineage=1)
     assert server.take(1, 4, 5.0) is not None
+
+
+def test_a_group_of_another_version_of_the_record_is_dropped(net, make_group):
+    server, client = net.server(), net.client()
+    client.wait_grant(1)
+    header, blob = pack_group(make_group(), client.hello.session, client._settings_hash)
+    old = msgspec.structs.replace(header, schema_version=SCHEMA_VERSION - 1)
+    assert client._send(old, blob)
+    check_foreign(server, client)
 
 
 def test_a_group_from_a_version_that_was_never_published_is_dropped(net, make_group):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitgrpo import wire
+from splitgrpo.blob import MAX_TABLE_BYTES, BlobError, read_arrays, write_arrays
 from splitgrpo.rollout import RolloutError, check_group
 from splitgrpo.wire import (
     Bye,
@@ -198,3 +199,176 @@ def test_values_that_cannot_be_trained_on_are_refused_by_name(make_group):
             check_group(broken, **LIMITS)
     with pytest.raises(RolloutError, match="allowed"):
         check_group(group, **(LIMITS | {"max_len": 5}))
+
+
+# ---- groups of unequal lengths -----------------------------------------------------------------------------------------
+
+
+def stretched(group, lengths, prompt_len=5):
+    """The same prompt, with completions of other lengths, drawn anew."""
+    rng, prompt, rollouts = np.random.default_rng(3), group.rollouts[0].token_ids[:prompt_len], []
+    for r, length in zip(group.rollouts, lengths, strict=True):
+        ids = np.concatenate([prompt, rng.integers(3, 50, size=length)]).astype(np.int32)
+        mask = np.arange(len(ids)) >= prompt_len
+        old, ref = (np.where(mask, -rng.random(len(ids)), 0).astype(np.float32) for _ in range(2))
+        fields = {
+            "token_ids": ids,
+            "completion_mask": mask,
+            "old_logprobs": old,
+            "ref_logprobs": ref,
+        }
+        rollouts.append(dataclasses.replace(r, **fields, finished=length > 1))
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+@given(lengths=st.lists(st.integers(1, 59), min_size=4, max_size=4), prompt_len=st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_groups_of_unequal_lengths_come_out_as_they_went_in(valid_group, lengths, prompt_len):
+    group = stretched(valid_group, lengths, prompt_len)
+    check_group(group, **LIMITS)
+    back = reread(wire_bytes(group))
+    check_group(back, **LIMITS)
+    for a, b in zip(group.rollouts, back.rollouts, strict=True):
+        for field in dataclasses.fields(a):
+            np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name))
+    assert [r.completion_len for r in back.rollouts] == lengths
+
+
+@pytest.fixture(scope="module")
+def valid_group():
+    """One for all examples."""
+    import conftest
+
+    return conftest.make_group._get_wrapped_function()()()
+
+
+def test_what_was_read_is_aligned_and_cannot_be_written_into(make_group):
+    for session in ("s" * n for n in range(1, 10)):  # headers of all lengths
+        payload = seal(KEY, *pack_group(make_group(), session, "hash"))
+        for array in reread(payload).streams.values():
+            assert array.flags.aligned
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+        assert payload == seal(KEY, *pack_group(make_group(), session, "hash"))
+
+
+def test_what_stands_between_header_and_blob_is_zeros(make_group):
+    head = msgspec.msgpack.encode(pack_group(make_group(), "session", "hash")[0])
+    head += b"" if len(head) % 8 else head[-1:]
+    num = -(wire.START + len(head)) % 8
+    assert num
+    front = struct.pack("<I", len(head)) + head
+    for pad in (b"\x01" * num, bytes(num - 1) + b"\x01", bytes(num - 1)):
+        if pad:
+            with pytest.raises(MessageError, match="padding"):
+                unseal(KEY, signed(front + pad + (b"blob" if len(pad) == num else b"")))
+
+
+def test_a_truth_value_that_is_neither_is_refused(make_group):
+    header, blob = pack_group(make_group(), "s", "h")
+    raw = bytearray(blob)
+    raw[-9] = 2  # before `correct` and `finished` of four rollouts
+    with pytest.raises(MessageError, match="completion_mask: a byte that is neither 0 nor 1"):
+        unpack_group(header, bytes(raw))
+
+
+# ---- arrays as safetensors -----------------------------------------------------------------------------------------------
+
+ARRAYS = {"wide": np.arange(6.0).reshape(2, 3), "none": np.zeros((4, 0)), "ids": np.arange(5, dtype=np.int32),
+          "nats": np.linspace(-1, 0, 7, dtype=np.float32), "mask": np.array([True, False, True])}  # fmt: skip
+
+
+def test_arrays_are_written_as_safetensors_reads_them_and_the_other_way_round():
+    for read, write in (
+        (safetensors.numpy.load, write_arrays),
+        (read_arrays, safetensors.numpy.save),
+    ):
+        back = read(write(ARRAYS))
+        assert back.keys() == ARRAYS.keys()
+        for name, array in ARRAYS.items():
+            assert back[name].dtype == array.dtype
+            np.testing.assert_array_equal(back[name], array)
+
+
+def test_an_array_that_cannot_be_written_is_refused_by_name(make_group):
+    with pytest.raises(BlobError, match="ids: int64 cannot be written"):
+        write_arrays({"ids": np.arange(3)})
+    first = make_group().rollouts[0]
+    wide = replaced(make_group(), token_ids=first.token_ids.astype(np.int64))
+    with pytest.raises(MessageError, match="token_ids: int64"):
+        pack_group(wide, "s", "h")
+
+
+LIES = {
+    "a hole": (lambda t: t | {"b": t["b"] | {"data_offsets": [16, 24]}}, "'b'.*expected from 12 on"),
+    "an overlap": (lambda t: t | {"b": t["b"] | {"data_offsets": [8, 16]}}, "'b'.*expected from 12 on"),
+    "more than there is": (lambda t: t | {"b": {"dtype": "F32", "shape": [3], "data_offsets": [12, 24]}}, "within 20 bytes"),
+    "less than there is": (lambda t: {"a": t["a"]}, "accounts for 12"),
+    "a size that is none": (lambda t: t | {"a": t["a"] | {"shape": [2]}}, "'a'"),
+    "a shape below 0": (lambda t: t | {"a": t["a"] | {"shape": [-3]}}, "table of arrays"),
+    "two shapes below 0": (lambda t: t | {"a": t["a"] | {"shape": [-1, -3]}}, "table of arrays"),
+    "a huge shape": (lambda t: t | {"a": t["a"] | {"shape": [2**31 - 1] * 4}}, "'a'"),
+    "another dtype": (lambda t: t | {"a": t["a"] | {"dtype": "I64"}}, "'a': dtype 'I64'"),
+    "an unknown field": (lambda t: t | {"a": t["a"] | {"surprise": 1}}, "surprise"),
+    "metadata": (lambda t: {"__metadata__": {"a": "b"}} | t, "table of arrays"),
+    "backwards": (lambda t: t | {"a": t["a"] | {"data_offsets": [12, 0]}}, "'a'"),
+    "no table": (lambda t: [1, 2], "table of arrays"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_table_of_arrays_that_lies_is_refused(lie):
+    table = {"a": {"dtype": "I32", "shape": [3], "data_offsets": [0, 12]},
+             "b": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]}}  # fmt: skip
+    change, reason = LIES[lie]
+
+    def blob(table):
+        head = msgspec.json.encode(table)
+        return struct.pack("<Q", len(head)) + head + bytes(20)
+
+    assert read_arrays(blob(table)).keys() == {"a", "b"}
+    with pytest.raises(BlobError, match=reason):
+        read_arrays(blob(change(table)))
+
+
+@pytest.mark.parametrize("size", [0, 1, MAX_TABLE_BYTES + 1, 1 << 40, (1 << 64) - 1])
+def test_a_table_of_a_size_that_cannot_be_is_refused(size):
+    for rest in (b"", b"{}", bytes(MAX_TABLE_BYTES + 9)):
+        sane = size <= min(MAX_TABLE_BYTES, len(rest))
+        with pytest.raises(BlobError, match="table of arrays:" if sane else "of a sane size"):
+            read_arrays(struct.pack("<Q", size) + rest)
+    with pytest.raises(BlobError, match="table of arrays"):
+        read_arrays(bytes(7))
+
+
+def test_arrays_that_do_not_fit_their_rollouts_are_refused_by_name(make_group):
+    group, first = make_group(), make_group().rollouts[0]
+    longer, cut = (
+        edited(first.completion_mask, slice(3, 5), True),
+        group.rollouts[3].completion_mask.copy(),
+    )
+    cut[-1] = False
+    bad = {
+        r"old_logprobs: lengths": replaced(group, 1, old_logprobs=group.rollouts[1].old_logprobs[:-1]),
+        r"completion_mask: dtype \['bool', 'uint8'\]": replaced(group, completion_mask=first.completion_mask.view(np.uint8)),
+        r"token_ids: dtype \['int16', 'int32'\]": replaced(group, token_ids=first.token_ids.astype(np.int16)),
+        r"ref_logprobs: dtype": replaced(group, ref_logprobs=first.ref_logprobs[:, None]),
+        r"ref_logprobs: missing in 1 of 4": replaced(group, 2, ref_logprobs=None),
+        r"different prompts, of \[3, 5, 5, 5\]": replaced(group, completion_mask=longer),
+        r"prompt tokens of": replaced(group, completion_mask=first.completion_mask | True),
+        r"completion_mask: the completion": replaced(group, 3, completion_mask=cut),
+        r"completion_mask: (\d+) prompt tokens of \1": replaced(group, 3, completion_mask=cut & False),
+        r"different reward parts": replaced(group, 1, reward_parts={}),
+        r"-inf is not finite": replaced(group, reward_parts={"format": -np.inf}),
+        r"nan is not finite": replaced(group, reward_parts={"format": float("nan")}),
+    }  # fmt: skip
+    assert any(len(r.token_ids) > 7 for r in group.rollouts[3:])
+    for reason, broken in bad.items():
+        with pytest.raises(RolloutError, match=reason):
+            check_group(broken, **LIMITS)
+    inverted = [dataclasses.replace(r, completion_mask=~r.completion_mask) for r in group.rollouts]
+    with pytest.raises(RolloutError, match="completion_mask: the completion is not"):
+        check_group(dataclasses.replace(group, rollouts=tuple(inverted)), **LIMITS)
+    all_2d = [dataclasses.replace(r, token_ids=r.token_ids[:, None]) for r in group.rollouts]
+    with pytest.raises(RolloutError, match="token_ids: 2 dimensions"):
+        check_group(dataclasses.replace(group, rollouts=tuple(all_2d)), **LIMITS)
