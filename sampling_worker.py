@@ -6,15 +6,16 @@ python sampling_worker.py --model_path M --lora_path ./checkpoints --batch_size 
 import logging
 import sys
 
+from splitgrpo.cli import parse_settings, refuse_early
+from splitgrpo.config import DataError, SamplerSettings
 from splitgrpo.process import begin_process
 
 if __name__ == "__main__":
     begin_process()
+    refuse_early(SamplerSettings, "sampling_worker.py")
 
 from data import PromptOrder, build_prompts, load_problems
-from splitgrpo.cli import parse_settings
 from splitgrpo.client import RunFinished
-from splitgrpo.config import DataError, SamplerSettings
 from splitgrpo.monitor import setup_logging
 from splitgrpo.process import StopFlag, end_process, run_main
 from splitgrpo.sampler import Sampler
@@ -46,6 +47,7 @@ def sample(settings: SamplerSettings, stop: StopFlag) -> None:
         reward_function, check_answer, log, timeout_s=settings.reward_timeout_s, on_wait=on_wait
     )
     try:
+        sampler.join()
         while True:
             num_groups = sampler.wait_credit()
             first = sampler.next_seq
@@ -69,7 +71,7 @@ def sample(settings: SamplerSettings, stop: StopFlag) -> None:
         log.info("the run is finished")
     finally:
         scorer.close()
-        sampler.client.close("ended")
+        sampler.close()
 
 
 def main() -> int:

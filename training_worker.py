@@ -8,13 +8,14 @@ import logging
 import os
 import sys
 
+from splitgrpo.cli import parse_settings, refuse_early
+from splitgrpo.config import LearnerSettings, PeerTimeout, effective_advantage
 from splitgrpo.process import begin_process
 
 if __name__ == "__main__":
     begin_process()
+    refuse_early(LearnerSettings, "training_worker.py")
 
-from splitgrpo.cli import parse_settings
-from splitgrpo.config import LearnerSettings, PeerTimeout, effective_advantage
 from splitgrpo.learner import Learner
 from splitgrpo.monitor import setup_logging
 from splitgrpo.process import StopFlag, Stopped, end_process, run_main

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from splitgrpo.config import (
+    EXIT_USAGE,
     JOURNAL,
     UNUSED_FLAGS,
     LearnerSettings,
@@ -65,6 +66,14 @@ def parse_settings(cls: type[Settings], argv: list[str] | None = None, prog: str
     settings = cls(**vars(parser.parse_args(argv)))
     check_settings(settings)
     return settings
+
+
+def refuse_early(cls: type[SharedSettings], prog: str) -> None:
+    """End with code 2, saying why, where the command line is wrong: to be called before the slow imports."""
+    try:
+        parse_settings(cls, prog=prog)
+    except SettingsError as error:
+        build_parser(cls, prog).exit(EXIT_USAGE, f"{prog}: error: {error}\n")
 
 
 def recorded_settings(run_dir: str) -> dict[str, Any]:

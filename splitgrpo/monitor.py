@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from splitgrpo.files import append_line
 
 QUIET = ("DeepSpeed", "deepspeed", "transformers", "peft", "datasets", "urllib3", "httpx",
-         "huggingface_hub", "matplotlib", "torch.distributed", "filelock", "fsspec")  # fmt: skip
+         "huggingface_hub", "matplotlib", "torch.distributed", "filelock", "fsspec", "vllm")  # fmt: skip
 
 MAX_WAITING = 1000  # rows
 

@@ -7,7 +7,8 @@ import logging
 import time
 from pathlib import Path
 
-from splitgrpo.adapters import POINTER, Adapter, AdapterError, Pointer, read_adapter, read_pointer
+from splitgrpo.adapters import Adapter, read_adapter
+from splitgrpo.pointer import POINTER, AdapterError, Pointer, read_pointer
 
 READ_TRIES = 10  # each in vain because the pointer moved meanwhile
 SAY_EVERY_S = 10.0

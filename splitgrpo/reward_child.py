@@ -8,6 +8,7 @@ Both pipes carry frames: 4 bytes of length, big-endian, then msgpack. The first 
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import math
@@ -217,7 +218,9 @@ def main() -> None:
         if (body := read_frame(requests)) is None:
             return  # the sampler was refused, or ended, while this process started
         try:
+            gc.disable()  # as in process.begin_process
             function = load(msgspec.msgpack.decode(body, type=Target))
+            gc.enable()
         except BaseException as error:
             write_frame(replies_fd, raised(error))
             return

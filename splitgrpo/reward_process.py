@@ -98,6 +98,11 @@ class RewardProcess:
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._read_fd, select.POLLIN)
         self._writable.register(self._write_fd, select.POLLOUT)
+        self._unsent = frame(target)
+        try:  # what to import, now: it takes a second, in which the sampler has other work
+            self._unsent = self._unsent[os.write(self._write_fd, self._unsent) :]
+        except OSError:
+            pass  # full, or closed already: the first call says so
 
     @property
     def pid(self) -> int:
@@ -181,7 +186,7 @@ class RewardProcess:
         self._deadline = time.monotonic() + START_S
         where = self.target.file or self.target.module
         try:
-            self._send(frame(self.target))
+            self._send(self._unsent)
             reply = self._receive(f"took longer than {START_S:g} s")
         except RewardFault as fault:
             reply = Fault(f"its process {fault.kind}", fault.text)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from splitgrpo.adapters import FOLDER, POINTER, last_pointer
 from splitgrpo.config import JOURNAL, DiskTrouble, SettingsError
 from splitgrpo.files import (
     aside_of,
@@ -24,6 +23,7 @@ from splitgrpo.files import (
     write_lines,
 )
 from splitgrpo.ledger import DONE, LEDGER, LOCK, METRICS
+from splitgrpo.pointer import FOLDER, POINTER, last_pointer
 from splitgrpo.transport import make_key
 
 AGAIN_S = 5.0  # between two tries to write on a disk that is full

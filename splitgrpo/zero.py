@@ -163,14 +163,13 @@ def check_batch(ds: DeepSpeedSettings, num_ranks: int, group_size: int, path: st
         )
 
 
-def start_ranks(num_threads: int, watch: RankWatch | None = None) -> Ranks:
+def start_ranks(watch: RankWatch | None = None) -> Ranks:
     """Join the process group that the deepspeed launcher prepared, or make one of a single rank.
 
     NCCL where there are GPUs, gloo elsewhere. `watch` has met the other ranks already (rankwatch.join_ranks).
     """
     import deepspeed
 
-    torch.set_num_threads(num_threads)
     if not torch.cuda.is_available():
         # deepspeed 0.19.8 compiles a shared-memory op for CPU ranks (a minute, and a compiler) unless it is told that
         # no op is compatible.
@@ -204,6 +203,9 @@ def start_engine(module: nn.Module, ds: DeepSpeedSettings) -> Any:
     import deepspeed
 
     trainable = [p for p in module.parameters() if p.requires_grad]
+    # deepspeed 0.19.8 loads its Muon whatever the optimizer is, and with it torch's inductor, up to a second long, for
+    # functions that Adam never calls.
+    torch.compiler.set_default_backend("eager")
     try:
         engine, *_ = deepspeed.initialize(
             model=module, model_parameters=trainable, config=json.loads(json.dumps(ds.config))
@@ -212,6 +214,8 @@ def start_engine(module: nn.Module, ds: DeepSpeedSettings) -> Any:
         raise SettingsError(
             f"DeepSpeed does not take the settings of --ds_config: {error}"
         ) from error
+    finally:
+        torch.compiler.set_default_backend(None)
     engine.train()
     return engine
 

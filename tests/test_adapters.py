@@ -13,20 +13,18 @@ from safetensors.torch import load_file, save_file
 
 from splitgrpo import adapters
 from splitgrpo.adapters import (
-    AdapterError,
     Publisher,
     adapter_parameters,
     base_digest,
     install_adapter,
-    order,
     read_adapter,
     read_config,
-    read_pointer,
 )
 from splitgrpo.config import SettingsError
 from splitgrpo.evaluate import open_adapter
 from splitgrpo.files import sha256_file, write_json
 from splitgrpo.models import add_lora, attach_adapter, lora_config
+from splitgrpo.pointer import AdapterError, order, read_pointer
 
 
 def randomize(model, seed):

@@ -8,19 +8,22 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_transport import DIGEST, Net, drain, send, seqs, wait_until
+from test_transport import DIGEST, KEY, LOG, Net, drain, send, seqs, wait_until
 
-from splitgrpo.adapters import Publisher, order
+from splitgrpo.adapters import Publisher
 from splitgrpo.arrivals import REASONS, Dropped, GroupQueue, Trained
 from splitgrpo.checkpoints import needed_versions
+from splitgrpo.feed import Feed
 from splitgrpo.files import append_line, read_lines, write_lines
 from splitgrpo.learner import Learner
 from splitgrpo.ledger import AuditError, Ledger, audit, lineages, main
+from splitgrpo.pointer import order
 from splitgrpo.process import Stopped
-from splitgrpo.wire import Grant, GroupDropped, GroupHeader, Request
+from splitgrpo.wire import Grant, GroupDropped, GroupHeader, Request, pack_group, seal
 
 
 def group(sampler_id, seq, version=0):
@@ -662,3 +665,34 @@ def test_the_last_checkpoint_holds_what_was_dropped_at_the_end_so_that_a_longer_
     learner.max_steps = 20
     Learner.save_if_due(learner)
     assert done[2:] == ["saved"]
+
+
+def test_every_rank_gets_the_groups_of_rank_0(make_group, monkeypatch):
+    """Alone it has them as they were checked; another rank decodes the very bytes that came."""
+    groups = [make_group(seq=i, seed=i) for i in range(3)]
+    taken = [Trained(g, seal(KEY, *pack_group(g, "session", "hash"))) for g in groups]
+    server = SimpleNamespace(take=lambda num, version, timeout_s: taken)
+    sent = []
+
+    def broadcast(buffer, src, group):
+        sent.append(buffer.clone()) if rank.server is not None else buffer.copy_(sent[0])
+
+    def make(server, num_ranks):
+        ranks = SimpleNamespace(num_ranks=num_ranks, control=None, bump=lambda: None)
+        made = Feed(ranks, server, KEY, wait_timeout_s=1.0, should_stop=lambda: False, log=LOG)
+        if num_ranks > 1:
+            made.agree = lambda values: agreed.append(values) or agreed[0]
+        return made
+
+    agreed: list[list[int]] = []
+    monkeypatch.setattr("splitgrpo.feed.dist.broadcast", broadcast)
+    assert make(server, 1).next_groups(3, 0) == groups
+    assert not sent
+    for own in (server, None):
+        rank = make(own, 2)
+        got = rank.next_groups(3, 0)
+        assert (got == groups) == (own is not None)
+        assert [g.group_id for g in got] == ["0:0", "0:1", "0:2"]
+        for a, b in zip(got, groups, strict=True):
+            np.testing.assert_array_equal(a.streams["token_ids"], b.streams["token_ids"])
+    assert len(sent) == 1

@@ -16,12 +16,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from splitgrpo.adapters import adapter_parameters, read_pointer
+from splitgrpo.adapters import adapter_parameters
 from splitgrpo.arrivals import REASONS
 from splitgrpo.config import SettingsError
 from splitgrpo.evaluate import load_engine
 from splitgrpo.ledger import audit
 from splitgrpo.monitor import MetricsReader
+from splitgrpo.pointer import read_pointer
 from splitgrpo.zero import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,16 +20,15 @@ from failpoints import can_mount, dies_at, fork, mount_small, remount, wait
 from splitgrpo import files, reload
 from splitgrpo.adapters import (
     Adapter,
-    Pointer,
     Publisher,
     adapter_parameters,
     base_digest,
     install_adapter,
     read_adapter,
-    read_pointer,
 )
 from splitgrpo.files import remove_leftovers, save_tensors, write_folder, write_json
 from splitgrpo.models import add_lora, attach_adapter, lora_config
+from splitgrpo.pointer import Pointer, read_pointer
 from splitgrpo.reload import read_newest
 from splitgrpo.runfolder import next_lineage
 

@@ -23,20 +23,18 @@ from splitgrpo import demo, reload, sampler
 from splitgrpo.adapters import (
     CONFIG,
     MANIFEST,
-    POINTER,
     WEIGHTS,
-    AdapterError,
     Publisher,
     adapter_parameters,
     base_digest,
     install_adapter,
-    read_pointer,
 )
 from splitgrpo.admission import ServerPlan
 from splitgrpo.client import RunFinished
 from splitgrpo.config import PeerTimeout, SamplerSettings, SettingsError, agreed_settings
 from splitgrpo.files import sha256_file, write_json
 from splitgrpo.models import add_lora, attach_adapter, load_base, lora_config
+from splitgrpo.pointer import POINTER, AdapterError, read_pointer
 from splitgrpo.process import Stopped
 from splitgrpo.reload import Failures, read_newest
 from splitgrpo.sampler import Sampler

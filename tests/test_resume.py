@@ -19,11 +19,11 @@ from test_step import make_job, run_jobs
 
 from data import build_prompts, load_problems, worked_response
 from splitgrpo import SCHEMA_VERSION, checkpoints, runfolder
-from splitgrpo.adapters import Pointer, read_pointer
 from splitgrpo.config import DiskTrouble, LearnerSettings, SettingsError
 from splitgrpo.demo import make_demo_model
 from splitgrpo.files import sha256_file, write_json
 from splitgrpo.ledger import audit, read_lines
+from splitgrpo.pointer import Pointer, read_pointer
 from splitgrpo.runfolder import (
     PatientWriter,
     check_unused,
