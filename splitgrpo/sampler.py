@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from splitgrpo import models
-from splitgrpo.adapters import POINTER, Adapter, AdapterError, last_pointer, read_pointer
+from splitgrpo.adapters import Adapter
 from splitgrpo.client import GroupClient, RunFinished, make_hello
 from splitgrpo.config import (
     PeerTimeout,
@@ -19,9 +19,11 @@ from splitgrpo.config import (
     default_threads,
     effective_kl_coef,
 )
-from splitgrpo.engines.base import Completion, Sampling
-from splitgrpo.engines.hf import HFEngine
+from splitgrpo.engines.base import Completion, Engine, Sampling
+from splitgrpo.engines.fast import open_engine
+from splitgrpo.engines.vllm import VLLMEngine, check_vllm
 from splitgrpo.keys import read_curve
+from splitgrpo.pointer import POINTER, AdapterError, last_pointer, read_pointer
 from splitgrpo.process import StopFlag
 from splitgrpo.reload import Failures, read_newest
 from splitgrpo.rollout import Group, Rollout
@@ -30,16 +32,20 @@ from splitgrpo.transport import read_key
 from splitgrpo.wire import Reason
 
 SAY_EVERY_S = 10.0
-RETRY_S = 0.5
+RETRY_S = 0.5  # after a failure
+POLL_S = 0.05  # for what is not there yet
 LOOK_S = 2.0
 
 
 class Sampler:
-    """One sampler: an engine with the newest adapter, and a line to the learner."""
+    """One sampler: an engine with the newest adapter, and a line to the learner; both from `join` on."""
+
+    adapter: Adapter
+    engine: Engine
+    client: GroupClient
 
     def __init__(self, settings: SamplerSettings, stop: StopFlag, log: logging.Logger) -> None:
-        """Wait for the learner's first published adapter, then load the base model with it and connect."""
-        import torch
+        """Check what can be checked and load the tokenizer. Raises SettingsError."""
 
         self.settings, self.stop, self.log = settings, stop, log
         self.run_dir = Path(settings.lora_path)
@@ -47,28 +53,48 @@ class Sampler:
             settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens
         )
         self.num_replaced = self._in_row = 0
-        self._looked = 0.0
+        self._looked = self._waited_s = 0.0
         self.failures = Failures(settings.reload_failures, log)
         self.want_ref = effective_kl_coef(settings) > 0
+        if settings.engine == "vllm":
+            check_vllm(settings)
         models.check_model_path(settings.model_path)
-        device = models.pick_device(settings.device, log)
-        torch.set_num_threads(default_threads(settings.num_threads))
+        self.device = models.pick_device(settings.device, log)
+        models.use_threads(default_threads(settings.num_threads))
         self.tokenizer = models.load_tokenizer(settings.model_path)
-        self.adapter: Adapter = self._wait_for(
-            self._first_adapter, "a learner to publish an adapter"
+
+    def join(self) -> None:
+        """Wait for the learner's first published adapter, load the base model with it and connect.
+
+        Raises Stopped, PeerTimeout, SettingsError.
+        """
+        settings, base = self.settings, None
+        dtype = models.likely_dtype(settings.model_path, self.device)
+        place = "cpu" if settings.engine == "vllm" else self.device  # vLLM loads its own
+        if not (self.run_dir / POINTER).exists():  # what the learner's start takes is time to use
+            base = models.load_base(settings.model_path, dtype, place)
+        self.adapter = self._wait_for(self._first_adapter, "a learner to publish an adapter")
+        published = models.DTYPES[self.adapter.manifest.base_dtype]
+        if base is None or dtype != published:
+            base = None  # not two of them in memory
+            base = models.load_base(settings.model_path, published, place)
+        self.engine = build_engine(
+            settings, base, self.adapter, self.tokenizer, self.device, self.log
         )
-        dtype = models.DTYPES[self.adapter.manifest.base_dtype]
-        base = models.load_base(settings.model_path, dtype, device)
-        self.engine = HFEngine(models.attach_adapter(base, self.adapter), self.tokenizer)
         self.client = GroupClient(
             (settings.host, settings.port),
             read_key(self.run_dir / "run.key"),
             make_hello(settings.sampler_id, self.adapter.pointer.run_id, agreed_settings(settings)),
             wait_timeout_s=settings.wait_timeout_s,
             check_stop=self._raise_if_over,
-            log=log,
+            log=self.log,
             curve=read_curve(settings.curve_key, "sampler"),
         )
+
+    def close(self) -> None:
+        """Say goodbye to the learner, if it was joined."""
+        if hasattr(self, "client"):
+            self.client.close("ended")
 
     # -- adapters -------------------------------------------------------------------------------------------------------
 
@@ -86,7 +112,7 @@ class Sampler:
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 self.log.info("waiting for %s (%.0f s): %s", what, waited, self._looked_for())
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S if self.failures.num else POLL_S)
         return value
 
     def _raise_if_over(self) -> None:
@@ -155,10 +181,12 @@ class Sampler:
 
         Returns how many; they start at `next_seq`. Raises RunFinished, Stopped, PeerTimeout, SettingsError.
         """
+        started = time.monotonic()
         num_groups, least = self.client.wait_grant(
             self.settings.batch_size // self.settings.group_size
         )
         self.reload_adapter(least)
+        self._waited_s = time.monotonic() - started
         return num_groups
 
     @property
@@ -181,9 +209,9 @@ class Sampler:
         num_tokens = sum(len(c.token_ids) for group in out for c in group)
         took = time.monotonic() - started
         self.log.info(
-            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d%s",
+            "sampled %d completions, %d tokens in %.1f s (%.0f tokens/s) with version %d, waited %.2f s%s",
             len(prompts) * self.settings.group_size, num_tokens, took, num_tokens / took,
-            self.adapter.pointer.version,
+            self.adapter.pointer.version, self._waited_s,
             f"; {self.num_replaced} groups without a difference replaced so far" if self.settings.dynamic_sampling else "",
         )  # fmt: skip
         return out
@@ -234,6 +262,17 @@ class Sampler:
         """Say that the group of a sequence number is not sent, and why. Returns as `send` does."""
         pointer = self.adapter.pointer
         return self.client.drop(seq, (pointer.lineage, pointer.version), reason)
+
+
+def build_engine(
+    settings: SamplerSettings, base: Any, adapter: Adapter, tokenizer: Any, device: Any,
+    log: logging.Logger,
+) -> Engine:  # fmt: skip
+    """The engine of --engine with its first adapter; `base` is on `device`, for vLLM on the CPU. Raises SettingsError."""
+    if settings.engine == "vllm":
+        return VLLMEngine(base, adapter, tokenizer, device, max_rows=settings.batch_size,
+                          max_tokens=settings.max_prompt_tokens + settings.max_new_tokens)  # fmt: skip
+    return open_engine(models.attach_adapter(base, adapter), tokenizer, log, plain=settings.plain)
 
 
 def round_seed(*numbers: int) -> int:
