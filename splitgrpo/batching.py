@@ -4,7 +4,7 @@ The gradient does not depend on the split: the loss of each micro-batch is divid
 Shapes: B rows, L length, R ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splitgrpo.packed import Packing, pack_rows
 from splitgrpo.rollout import Rollout
 
 
@@ -21,6 +22,7 @@ class MicroBatch:
 
     input_ids (B, L) int64 · attention_mask (B, L) int64 · completion_mask (B, L) bool ·
     old_logprobs, ref_logprobs (B, L) float32 nats, 0.0 off the completion, ref None if kl_coef = 0 · advantages (B,) float32
+    packing: the same rows as one stream; None on the plain road
     """
 
     input_ids: Tensor
@@ -29,6 +31,7 @@ class MicroBatch:
     old_logprobs: Tensor
     ref_logprobs: Tensor | None
     advantages: Tensor
+    packing: Packing | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copy to a device."""
@@ -41,13 +44,14 @@ class MicroBatch:
 
 
 def plan_rows(
-    lengths: Sequence[int], num_ranks: int, micro_batch_size: int
+    rollouts: Sequence[Rollout], num_ranks: int, micro_batch_size: int
 ) -> list[list[list[int]]]:
     """Give each rank the same number of micro-batches: result[micro][rank] lists row numbers.
 
     Rows are taken longest first, so that the rows of one micro-batch, and the ranks at one moment, have like lengths.
     Where rows run out, a rank gets an empty list and must still take part (see `collate`).
     """
+    lengths = [len(r.token_ids) for r in rollouts]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     per_micro = num_ranks * micro_batch_size
     return [
@@ -56,10 +60,70 @@ def plan_rows(
     ]
 
 
+def plan_packed(
+    rollouts: Sequence[Rollout], num_ranks: int, micro_batch_size: int
+) -> list[list[list[int]]]:
+    """As `plan_rows`, for packed rows: as many tokens a micro-batch as `micro_batch_size` of the longest rows would have.
+
+    A prompt is counted once where its completions are together. Groups stay whole, unless that makes too few pieces for
+    the ranks, and pieces go longest first to where there is least.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for i, r in enumerate(rollouts):
+        groups.setdefault(_prompt(r).tobytes(), []).append(i)
+    lengths = [len(r.token_ids) for r in rollouts]
+    budget = micro_batch_size * max(lengths, default=0)
+
+    def cost(rows: Sequence[int]) -> int:
+        return sum(rollouts[i].completion_len for i in rows) + len(_prompt(rollouts[rows[0]]))
+
+    num_bins = num_ranks * max(1, -(-sum(map(cost, groups.values())) // max(1, num_ranks * budget)))
+    while rollouts:
+        share = -(-num_bins // len(groups))  # pieces of each group, so that no bin need stay empty
+        pieces = [p for rows in groups.values() for p in _cut(rows, share, cost, budget)]
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        load = [0] * num_bins
+        for piece in sorted(pieces, key=lambda rows: (-cost(rows), rows[0])):
+            least = load.index(min(load))
+            bins[least] += piece
+            load[least] += cost(piece)
+        if max(load) <= budget:
+            order = sorted(range(num_bins), key=lambda b: -load[b])
+            return [
+                [bins[b] for b in order[start : start + num_ranks]]
+                for start in range(0, num_bins, num_ranks)
+            ]
+        num_bins += num_ranks
+    return []
+
+
+def _cut(
+    rows: Sequence[int], num_pieces: int, cost: Callable[[Sequence[int]], int], budget: int
+) -> list[list[int]]:
+    """Cut a group into `num_pieces` of equal numbers of rows, or into more where one would cost more than `budget`."""
+    num_pieces = min(num_pieces, len(rows))
+    pieces = [list(p) for p in np.array_split(np.array(rows), num_pieces)]
+    if num_pieces < len(rows) and max(map(cost, pieces)) > budget:
+        return _cut(rows, num_pieces + 1, cost, budget)
+    return [[int(i) for i in p] for p in pieces]
+
+
+def _prompt(r: Rollout) -> np.ndarray:
+    return r.token_ids[: len(r.token_ids) - r.completion_len]
+
+
 def collate(
-    rollouts: Sequence[Rollout], advantages: Tensor, rows: Sequence[int], pad_id: int
+    rollouts: Sequence[Rollout],
+    advantages: Tensor,
+    rows: Sequence[int],
+    pad_id: int,
+    *,
+    packed: bool = False,
 ) -> MicroBatch:
-    """Pad the chosen rows. No rows: one row of two pads with an empty mask, so that every rank runs the same collectives."""
+    """Pad the chosen rows, and pack them where asked.
+
+    No rows: one row of two pads with an empty mask, so that every rank runs the same collectives.
+    """
     chosen = [rollouts[i] for i in rows]
     shape = (max(1, len(chosen)), max([2, *(len(r.token_ids) for r in chosen)]))
     ids = np.full(shape, pad_id, dtype=np.int64)
@@ -76,6 +140,10 @@ def collate(
             ref[i, :n] = r.ref_logprobs
     has_ref = bool(rollouts) and rollouts[0].ref_logprobs is not None
     picked = advantages[list(rows)] if chosen else torch.zeros(1)
+    packing = None
+    if packed:
+        prompts = [_prompt(r) for r in chosen] or [ids[0]]
+        packing = pack_rows(prompts, [r.completion_len for r in chosen] or [0], shape[1])
     return MicroBatch(
         input_ids=torch.from_numpy(ids),
         attention_mask=torch.from_numpy(attention),
@@ -83,4 +151,5 @@ def collate(
         old_logprobs=torch.from_numpy(old),
         ref_logprobs=torch.from_numpy(ref) if has_ref else None,
         advantages=picked.to(torch.float32),
+        packing=packing,
     )

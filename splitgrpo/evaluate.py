@@ -27,20 +27,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from splitgrpo import models
-from splitgrpo.adapters import (
-    CONFIG,
-    MANIFEST,
-    WEIGHTS,
-    AdapterError,
-    Manifest,
-    adapter_parameters,
-    check_keys,
-    read_struct,
-)
+from splitgrpo.adapters import CONFIG, MANIFEST, WEIGHTS, Manifest, adapter_parameters, check_keys
 from splitgrpo.cli import positive_int
 from splitgrpo.config import DataError, SettingsError, default_threads
 from splitgrpo.engines.base import Engine, Sampling
+from splitgrpo.engines.fast import open_engine
 from splitgrpo.engines.hf import HFEngine
+from splitgrpo.pointer import AdapterError, read_struct
 
 log = logging.getLogger("evaluate")
 
@@ -101,7 +94,7 @@ def greedy_report(
 
 def load_engine(model_path: str, adapter: str | None, dtype: str, num_threads: int) -> HFEngine:
     """A Hugging Face engine on the GPU, or on the CPU where there is none. `adapter` is any PEFT folder."""
-    torch.set_num_threads(default_threads(num_threads))
+    models.use_threads(default_threads(num_threads))
     kind = models.DTYPES.get(dtype) or getattr(models.load_config(model_path), "dtype", None)
     device = models.pick_device("cuda:0", log)
     if dtype == "auto" and not models.bfloat16_is_fast(device):
@@ -115,7 +108,7 @@ def load_engine(model_path: str, adapter: str | None, dtype: str, num_threads: i
     model = model.to(device, kind or torch.float32)
     if adapter is not None:
         model = open_adapter(model, Path(adapter))
-    return HFEngine(model, models.load_tokenizer(model_path))
+    return open_engine(model, models.load_tokenizer(model_path), log, plain=False)
 
 
 def read_manifest(adapter: Path) -> Manifest | None:

@@ -19,11 +19,11 @@ from splitgrpo.config import LearnerSettings, default_threads, loss_options
 from splitgrpo.feed import Feed
 from splitgrpo.journal import Journal, Replay, count_steps
 from splitgrpo.ledger import Ledger
-from splitgrpo.logprobs import PolicyModule
 from splitgrpo.losses import soft_overlong_penalty
 from splitgrpo.mismatch import WARN_ABOVE, Correction, MismatchAlarm, PolicyHistory
 from splitgrpo.monitor import MetricsWriter, step_line
 from splitgrpo.opening import Start, is_main, old_adapters, open_run, share_start
+from splitgrpo.policy import PolicyModule
 from splitgrpo.process import StopFlag
 from splitgrpo.rankwatch import join_ranks
 from splitgrpo.rollout import Group
@@ -66,7 +66,8 @@ class Learner:
             self.server, self.ledger = opened.server, opened.ledger
             self.metrics, self.journal = opened.metrics, opened.journal
             self._cursor = self.server.cursor()
-        self.ranks = zero.start_ranks(default_threads(settings.num_threads), watch)
+        models.use_threads(default_threads(settings.num_threads))
+        self.ranks = zero.start_ranks(watch)
         key, self.start = share_start(self.ranks, self.run_dir, key, self.start)
         self.step = self.start.step
         self.engine = self._start_engine()
@@ -95,10 +96,10 @@ class Learner:
         self.history = PolicyHistory(self.model, s.max_staleness + 1)
         limit = WARN_ABOVE[self.ds.dtype_name] if s.mismatch_warn is None else s.mismatch_warn
         self.alarm = MismatchAlarm(limit, filtered=s.top_k > 0 or s.top_p < 1)
-        policy = PolicyModule(
-            self.model, s.temperature, s.top_k, s.top_p, entropy_grad=s.entropy_coef > 0
-        )
+        policy = PolicyModule(self.model, s.temperature, s.top_k, s.top_p,
+                              entropy_grad=s.entropy_coef > 0)  # fmt: skip
         engine = zero.start_engine(policy, self.ds)
+        self.packed = not s.plain and policy.pack(self.log)
         if self.start.path is not None and self.start.index is not None:
             self._go_on(engine, self.start.path, self.start.index)
         return engine
@@ -149,6 +150,7 @@ class Learner:
             loss_fn=loss_fn,
             loss_options=loss_options(s),
             micro_batch_size=self.ds.micro_batch_size,
+            packed=self.packed,
             pad_id=0,
             max_new_tokens=s.max_new_tokens,
             mask_truncated=s.mask_truncated,

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-CHUNK_TOKENS = 512  # rows of logits held at once in the learner
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -53,72 +50,6 @@ def token_entropy(logits: Tensor, temperature: float, top_k: int, top_p: float) 
     """(N, V) logits -> (N,) float32 entropy (nats) of the sampling distribution."""
     logprobs = sampling_logprobs(logits, temperature, top_k, top_p)
     return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(dim=-1)
-
-
-class PolicyModule(nn.Module):
-    """A causal language model whose forward gives the log-prob of each completion token; what DeepSpeed wraps.
-
-    Position t of the result speaks of token t. Logits exist for completion tokens only, `chunk_tokens` at a time, and are
-    computed again in the backward pass instead of being kept. The model inside stays in eval mode whatever is asked of
-    this module: dropout would give log-probs of another policy than the one that sampled.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        *,
-        entropy_grad: bool = False,
-        chunk_tokens: int = CHUNK_TOKENS,
-    ) -> None:
-        """`entropy_grad`: the entropy is part of the loss."""
-        super().__init__()
-        self.model = model
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.entropy_grad, self.chunk_tokens = entropy_grad, chunk_tokens
-
-    def train(self, mode: bool = True) -> "PolicyModule":
-        """As any module, but the model inside stays in eval mode."""
-        super().train(mode)
-        self.model.eval()
-        return self
-
-    def forward(
-        self,
-        input_ids: Tensor,  # (B, L) int64
-        attention_mask: Tensor,  # (B, L) int64, rows padded on the right
-        completion_mask: Tensor,  # (B, L) bool, False at position 0
-        with_entropy: bool = False,
-    ) -> Tensor:
-        """Return (B, L) float32 nats, 0.0 outside the completion; (2, B, L), log-probs and entropy, `with_entropy`."""
-        base = base_model(self.model)
-        hidden = base.get_decoder()(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state  # (B, L, H)
-        before = hidden[:, :-1][completion_mask[:, 1:]]  # (N, H): position t - 1 predicts token t
-        drawn = input_ids[completion_mask]  # (N,), in the same row-major order
-        chunks = [
-            checkpoint(self._chunk, h, i, with_entropy, use_reentrant=False)
-            for h, i in zip(
-                before.split(self.chunk_tokens), drawn.split(self.chunk_tokens), strict=True
-            )
-        ]
-        zeros = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-        found = torch.cat(chunks, dim=1)  # (1 or 2, N)
-        out = torch.stack([zeros.masked_scatter(completion_mask, stream) for stream in found])
-        return out if with_entropy else out[0]
-
-    def _chunk(self, hidden: Tensor, token_ids: Tensor, with_entropy: bool) -> Tensor:
-        """(N, H) -> (1 or 2, N)."""
-        how = (self.temperature, self.top_k, self.top_p)
-        logits = base_model(self.model).get_output_embeddings()(hidden)  # (N, V)
-        streams = [token_logprobs(logits, token_ids, *how)]
-        if with_entropy:
-            with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
-                streams.append(token_entropy(logits, *how))
-        return torch.stack(streams)
 
 
 class Float32Output(nn.Linear):

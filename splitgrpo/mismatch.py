@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from splitgrpo.adapters import adapter_parameters
-from splitgrpo.batching import collate, plan_rows
+from splitgrpo.batching import collate, plan_packed, plan_rows
 from splitgrpo.losses import k3, masked, mismatch_weights
 from splitgrpo.rollout import Rollout
 from splitgrpo.zero import Ranks
@@ -100,6 +100,7 @@ def old_policy_logprobs(
     *,
     ranks: Ranks,
     micro_batch_size: int,
+    packed: bool,
     pad_id: int,
     bump: Callable[[], None],
 ) -> dict[int, Tensor]:
@@ -110,14 +111,21 @@ def old_policy_logprobs(
         sizes = [len(rollouts[i].token_ids) for i in chosen]
         flat = [torch.zeros(n) for n in sizes]
         with history.at(version), torch.no_grad():
-            for micro in plan_rows(sizes, ranks.num_ranks, micro_batch_size):
+            plan = plan_packed if packed else plan_rows
+            for micro in plan([rollouts[i] for i in chosen], ranks.num_ranks, micro_batch_size):
                 bump()
                 mine = micro[ranks.rank]
                 batch = collate(
-                    rollouts, torch.zeros(len(rollouts)), [chosen[i] for i in mine], pad_id
-                )
+                    rollouts, torch.zeros(len(rollouts)), [chosen[i] for i in mine], pad_id,
+                    packed=packed,
+                )  # fmt: skip
                 batch = batch.to(ranks.device)
-                out = module(batch.input_ids, batch.attention_mask, batch.completion_mask).cpu()
+                out = module(
+                    batch.input_ids,
+                    batch.attention_mask,
+                    batch.completion_mask,
+                    packing=batch.packing,
+                ).cpu()
                 for i, row in zip(mine, out, strict=False):  # a rank with nothing has one empty row
                     flat[i] = row[: sizes[i]]
         joined = torch.cat(flat)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitgrpo.batching import MicroBatch, collate, plan_rows
+from splitgrpo.batching import MicroBatch, collate, plan_packed, plan_rows
 from splitgrpo.losses import LossResult, aggregate, aggregation_of, masked, step_denominator
 from splitgrpo.mismatch import (
     Correction,
@@ -32,12 +32,14 @@ class StepPlan:
 
     history     LoRA weights of earlier versions, to measure the sampler/learner mismatch of stale rollouts
     correction  weights for that mismatch; None: measured only
+    packed      rows go through the model as one stream (PolicyModule.pack)
     """
 
     ranks: Ranks
     loss_fn: LossFn
     loss_options: dict[str, Any]
     micro_batch_size: int
+    packed: bool
     pad_id: int
     max_new_tokens: int
     mask_truncated: bool
@@ -96,14 +98,14 @@ def optimizer_step(
     measured = old_policy_logprobs(
         engine.module, plan.history, rollouts, versions,
         rows_to_measure(versions, version, plan.correction is not None),
-        ranks=plan.ranks, micro_batch_size=plan.micro_batch_size, pad_id=plan.pad_id, bump=plan.bump,
+        ranks=plan.ranks, micro_batch_size=plan.micro_batch_size, packed=plan.packed, pad_id=plan.pad_id, bump=plan.bump,
     )  # fmt: skip
     aggregation = aggregation_of(plan.loss_fn, plan.loss_options)
     num_tokens = sum(r.completion_len for r in rollouts)
     denominator = step_denominator(aggregation, len(rollouts), num_tokens, plan.max_new_tokens)
     ranks, sums, finite = plan.ranks, StepMetrics(), True
-    lengths = [len(r.token_ids) for r in rollouts]
-    micro_steps = plan_rows(lengths, ranks.num_ranks, plan.micro_batch_size)
+    plan_them = plan_packed if plan.packed else plan_rows
+    micro_steps = plan_them(rollouts, ranks.num_ranks, plan.micro_batch_size)
     micro_steps = micro_steps or [
         [[]] * ranks.num_ranks
     ]  # every completion was masked: an empty step
@@ -113,13 +115,14 @@ def optimizer_step(
             return None
         last = i == len(micro_steps) - 1
         mine = split[ranks.rank]
-        batch = collate(rollouts, advantages, mine, plan.pad_id)
+        batch = collate(rollouts, advantages, mine, plan.pad_id, packed=plan.packed)
         own, known = own_logprobs(batch, mine, versions, version, measured)
         batch, own, known = batch.to(ranks.device), own.to(ranks.device), known.to(ranks.device)
         engine.set_gradient_accumulation_boundary(last)
         logprobs, entropy = engine(
-            batch.input_ids, batch.attention_mask, batch.completion_mask, with_entropy=True
-        )
+            batch.input_ids, batch.attention_mask, batch.completion_mask, with_entropy=True,
+            packing=batch.packing,
+        )  # fmt: skip
         own = torch.where(known[:, None], own, logprobs.detach())
         loss, metrics = micro_loss(plan, batch, logprobs, own, entropy, aggregation, denominator)
         # Rows that are neither fresh nor measured have no log-probs of the learner's at their version.

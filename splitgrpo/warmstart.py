@@ -25,7 +25,7 @@ import torch
 from splitgrpo import models
 from splitgrpo.cli import positive_int
 from splitgrpo.config import DataError, SettingsError, default_threads
-from splitgrpo.logprobs import PolicyModule
+from splitgrpo.policy import PolicyModule
 
 log = logging.getLogger("warmstart")
 SAY_EVERY_S = 10.0
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, check_stop: Callable[[], None] = lambda: None)
         raise SettingsError(f"--out {out} exists already: remove it or give another folder")
     columns = {"question_column": args.question_column, "answer_column": args.answer_column}
     problems = load_problems(args.data, "train", **columns)[: args.limit]
-    torch.set_num_threads(default_threads(args.num_threads))
+    models.use_threads(default_threads(args.num_threads))
     tokenizer = models.load_tokenizer(args.model_path)
     prompts, _ = build_prompts(problems, tokenizer, args.max_prompt_tokens)
     rows = []

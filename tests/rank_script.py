@@ -51,7 +51,7 @@ def make_meet(watch: rankwatch.RankWatch):
 
     from splitgrpo.zero import start_ranks
 
-    ranks = start_ranks(1, watch)
+    ranks = start_ranks(watch)
     return lambda: torch.distributed.all_reduce(torch.zeros(1), group=ranks.control)
 
 

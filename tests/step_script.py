@@ -1,6 +1,7 @@
 """One rank of the learner's step on a tiny model and fixed groups; test_step.py starts it, once for each rank."""
 
 import json
+import logging
 import os
 import sys
 from dataclasses import fields, replace
@@ -16,8 +17,8 @@ from safetensors.torch import save_file
 
 from splitgrpo import batching, checkpoints, enginestate, models, zero
 from splitgrpo import step as step_module
-from splitgrpo.logprobs import PolicyModule
 from splitgrpo.mismatch import Correction, PolicyHistory
+from splitgrpo.policy import PolicyModule
 from splitgrpo.rollout import Group, Rollout
 from splitgrpo.step import StepPlan
 from utils import LOSSES, group_advantages
@@ -59,6 +60,7 @@ def make_plan(job: dict, ranks: zero.Ranks, model: Any, ds: zero.DeepSpeedSettin
         loss_fn=LOSSES[job["loss"]],
         loss_options=job["loss_options"],
         micro_batch_size=ds.micro_batch_size,
+        packed=not job.get("plain"),
         pad_id=0,
         max_new_tokens=11,
         mask_truncated=job.get("mask_truncated", False),
@@ -75,11 +77,11 @@ def split_for(job: dict, ranks: zero.Ranks):
     """How rows are split in this job: "lopsided" gives rank 0 all, "reversed" and "padded" move rows and pads about."""
     if job.get("split") == "lopsided":
         size = job["micro"]
-        return lambda lengths, num_ranks, _: [
-            [list(range(i, min(i + size, len(lengths))))] + [[]] * (num_ranks - 1)
-            for i in range(0, len(lengths), size)
+        return lambda rollouts, num_ranks, _: [
+            [list(range(i, min(i + size, len(rollouts))))] + [[]] * (num_ranks - 1)
+            for i in range(0, len(rollouts), size)
         ]
-    return batching.plan_rows
+    return batching.plan_rows if job.get("plain") else batching.plan_packed
 
 
 def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
@@ -99,7 +101,9 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
         path = Path(job["resume"])
         checkpoints.restore(engine, ranks, path, checkpoints.read_index(path))
     plan = make_plan(job, ranks, model, ds)
-    step_module.plan_rows = split_for(job, ranks)
+    if plan.packed:
+        plan = replace(plan, packed=policy.pack(logging.getLogger("step")))
+    step_module.plan_rows = step_module.plan_packed = split_for(job, ranks)
     groups = fixed_groups(job.get("num_groups", 4), job.get("group_size", 4))
     if (
         job.get("split") == "reversed"
@@ -133,7 +137,8 @@ def take_steps(job: dict, ranks: zero.Ranks) -> tuple[dict, dict, list]:
             }
     if "save" in job:
         save_checkpoint(Path(job["save"]), engine, ranks, job["steps"])
-    step_module.plan_rows, step_module.collate = batching.plan_rows, batching.collate
+    for name in ("plan_rows", "plan_packed", "collate"):
+        setattr(step_module, name, getattr(batching, name))
     moments = enginestate.optimizer_state(engine) if any(r["applied"] for r in results) else {}
     return enginestate.lora_state(model), moments | grads, results
 
@@ -151,20 +156,25 @@ def save_checkpoint(run_dir: Path, engine: Any, ranks: zero.Ranks, step: int) ->
     torch.distributed.barrier(group=ranks.control)
 
 
-def padded_collate(rollouts, advantages, rows, pad_id):
+def padded_collate(rollouts, advantages, rows, pad_id, packed):
     """The same rows with five more columns of padding."""
-    batch = batching.collate(rollouts, advantages, rows, pad_id)
+    batch = batching.collate(rollouts, advantages, rows, pad_id, packed=packed)
     wider = {
         f.name: torch.nn.functional.pad(value, (0, 5))
         for f in fields(batch)
-        if (value := getattr(batch, f.name)) is not None and value.dim() == 2
+        if isinstance(value := getattr(batch, f.name), torch.Tensor) and value.dim() == 2
     }
+    if batch.packing is not None:
+        old = batch.input_ids.shape[1]
+        source = batch.packing.source
+        wider["packing"] = replace(batch.packing, source=source // old * (old + 5) + source % old)
     return replace(batch, **wider)
 
 
 def main(jobs: list[dict]) -> None:
     """Run each job in turn in these processes; rank 0 writes weights and metrics."""
-    ranks = zero.start_ranks(1)
+    models.use_threads(1)
+    ranks = zero.start_ranks()
     for job in jobs:
         weights, moments, results = take_steps(job, ranks)
         if ranks.is_main:

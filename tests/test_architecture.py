@@ -10,14 +10,15 @@ PACKAGE = sorted((ROOT / "splitgrpo").rglob("*.py"))
 SOURCES = [*PACKAGE, *sorted(ROOT.glob("*.py"))]
 # A module may import those before it.
 LAYERS = [
-    {"config", "rollout", "files", "losses", "reward_child"},
+    {"config", "rollout", "blob", "files", "losses", "reward_child", "pointer"},
     {"keys", "arrivals"},
     {"cli", "reward_process", "ledger"},
     {"wire", "process", "logprobs", "monitor", "scoring"},
     {"transport", "adapters", "rankjoin"},
     {"admission", "rankwatch", "enginestate"},
     {"credit"},
-    {"server", "client", "reload", "runfolder", "models", "batching", "zero"},
+    {"server", "client", "reload", "runfolder", "models", "decoder", "packed", "vocab", "zero"},
+    {"batching", "policy"},
     {"mismatch", "journal"},
     {"engines", "workers", "feed", "step", "checkpoints", "warmstart"},
     {"opening"},
@@ -100,5 +101,6 @@ def test_files_and_functions_stay_small(path):
 
 def test_the_whole_tree_stays_readable_in_an_afternoon():
     lines = [line for p in SOURCES for line in p.read_text().splitlines()]
-    # Crashes, hostile input and user code that hangs took two thousand of these.
-    assert sum(bool(line.strip()) for line in lines) <= 8200
+    # Crashes, hostile input and user code that hangs took two thousand of these, the fast paths beside the plain ones and
+    # vLLM's engine thirteen hundred.
+    assert sum(bool(line.strip()) for line in lines) <= 9600

@@ -8,28 +8,24 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from splitgrpo.engines.base import Sampling
-from splitgrpo.engines.hf import HFEngine, draw, end_token_ids
-from splitgrpo.logprobs import (
-    PolicyModule,
-    filter_logits,
-    token_entropy,
-    token_logprobs,
-    use_float32_output,
-)
+from splitgrpo.engines.draw import draw, uniforms
+from splitgrpo.engines.hf import HFEngine, end_token_ids
+from splitgrpo.logprobs import filter_logits, token_entropy, token_logprobs, use_float32_output
 from splitgrpo.mismatch import MismatchAlarm
 from splitgrpo.models import add_lora, load_base
+from splitgrpo.policy import PolicyModule
 
 PROMPTS = [np.array(p, dtype=np.int32) for p in ([2, 5, 9], [2, 7, 8, 30, 41, 6, 11], [4, 4])]
 SETTINGS = [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7), (0.8, 10, 0.6)]
 
 
-def engine_with_lora(seed: int = 0) -> HFEngine:
+def engine_with_lora(seed: int = 0, kind=HFEngine) -> HFEngine:
     model = add_lora(tiny_model(seed), rank=4, alpha=8, seed=1)
     torch.manual_seed(3)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_(std=0.2)
-    return HFEngine(model.requires_grad_(False), TinyTokenizer())
+    return kind(model.requires_grad_(False), TinyTokenizer())
 
 
 def generate(engine, prompts, num, sampling, seed=0):
@@ -175,7 +171,7 @@ def test_a_models_own_sampling_defaults_are_off():
 
 def test_tokens_are_drawn_as_often_as_their_probability_says():
     logits = torch.tensor([[2.0, 0.0, -1.0, float("-inf")]]).repeat(40_000, 1)
-    ids, logprobs = draw(logits, Sampling(0.5, 0, 1.0, 1), torch.Generator().manual_seed(0))
+    ids, logprobs = draw(logits, Sampling(0.5, 0, 1.0, 1), uniforms(40_000, 1, 0)[:, 0])
     p = torch.softmax(torch.tensor([4.0, 0.0, -2.0]), 0)
     counts = torch.bincount(ids, minlength=4) / len(ids)
     assert (counts[:3] - p).abs().max() < 0.01
@@ -186,7 +182,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 def test_a_draw_at_the_very_end_of_the_distribution_never_picks_a_filtered_token(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.ones(*shape))
     logits = torch.tensor([[1.0, 3.0, float("-inf"), float("-inf")]])
-    ids, logprobs = draw(logits, Sampling(1.0, 0, 1.0, 1), torch.Generator())
+    ids, logprobs = draw(logits, Sampling(1.0, 0, 1.0, 1), torch.ones(1))
     assert ids.item() == 1
     assert torch.isfinite(logprobs).all()
 

@@ -18,14 +18,14 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from splitgrpo import checkpoints, feed
-from splitgrpo.batching import collate, plan_rows
+from splitgrpo.batching import collate, plan_packed, plan_rows
 from splitgrpo.config import LearnerSettings, PeerTimeout, SettingsError
 from splitgrpo.engines.base import Completion, Sampling
 from splitgrpo.engines.hf import HFEngine
 from splitgrpo.files import sha256_file
 from splitgrpo.learner import Learner
-from splitgrpo.logprobs import PolicyModule
 from splitgrpo.models import add_lora
+from splitgrpo.policy import PolicyModule
 from splitgrpo.rollout import Group, Rollout
 from splitgrpo.sampler import Sampler, make_rollout
 from splitgrpo.scoring import Score
@@ -254,12 +254,21 @@ def test_a_model_in_which_nothing_would_train_is_refused(monkeypatch):
         add_lora(tiny_model(), 4, 8, seed=0)
 
 
+@pytest.mark.parametrize("plan", [plan_rows, plan_packed])
 @pytest.mark.parametrize(("rows", "ranks", "micro"), [(8, 2, 4), (7, 2, 2), (1, 2, 4), (5, 3, 1)])
-def test_every_rank_takes_the_same_number_of_micro_batches_and_every_row_once(rows, ranks, micro):
-    plan = plan_rows(list(range(2, rows + 2)), ranks, micro)
-    assert all(len(of_ranks) == ranks for of_ranks in plan)
-    assert sorted(i for of_ranks in plan for some in of_ranks for i in some) == list(range(rows))
-    assert max(len(some) for of_ranks in plan for some in of_ranks) <= micro
+def test_every_rank_takes_the_same_number_of_micro_batches_and_every_row_once(
+    plan, rows, ranks, micro
+):
+    rollouts = [rollout([2 + i // 3], [5] * (i + 1)) for i in range(rows)]
+    split = plan(rollouts, ranks, micro)
+    assert all(len(of_ranks) == ranks for of_ranks in split)
+    assert sorted(i for of_ranks in split for some in of_ranks for i in some) == list(range(rows))
+    for some in (some for of_ranks in split for some in of_ranks):
+        prompts = {int(rollouts[i].token_ids[0]) for i in some}  # one token each
+        tokens = len(prompts) + sum(rollouts[i].completion_len for i in some)
+        assert tokens <= micro * (rows + 1)  # of the longest row
+    if plan is plan_packed and rows >= ranks:
+        assert min(len(some) for of_ranks in split[:1] for some in of_ranks) > 0
 
 
 def test_a_rank_without_a_row_still_has_a_forward_and_a_backward_pass():

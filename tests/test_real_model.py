@@ -13,9 +13,9 @@ from data import build_prompts, load_problems
 from splitgrpo.config import SettingsError
 from splitgrpo.engines.base import Sampling
 from splitgrpo.engines.hf import HFEngine
-from splitgrpo.logprobs import PolicyModule
 from splitgrpo.models import add_lora, load_base, load_tokenizer
 from splitgrpo.monitor import MetricsReader
+from splitgrpo.policy import PolicyModule
 from splitgrpo.recipes import ROOT, derive_ds_config
 from splitgrpo.smollm2 import bring_smollm2
 from splitgrpo.zero import free_port

@@ -4,6 +4,7 @@ A prompt is computed once and its cache repeated for the G completions. Rows tha
 Shapes: B rows, P prompt, L length so far, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from splitgrpo.adapters import Adapter, install_adapter
+from splitgrpo.config import SettingsError
 from splitgrpo.engines.base import Completion, Sampling
-from splitgrpo.logprobs import PolicyModule, base_model, sampling_logprobs
+from splitgrpo.engines.draw import draw, uniforms
+from splitgrpo.logprobs import base_model
+from splitgrpo.policy import PolicyModule
 
 # Rows leave the batch once this share of it has ended: copying the cache for every single row costs more.
 LEAVE_FRAC = 0.125
@@ -32,7 +36,15 @@ class HFEngine:
     """Implements engines.base.Engine; `model` is a transformers model, or a PeftModel around one."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        """Keeps the model in eval mode; its own generation defaults (top_k, repetition penalty …) are never read."""
+        """Keeps the model in eval mode; its own generation defaults (top_k, repetition penalty …) are never read.
+
+        Raises SettingsError for a model that would take a KV cache under another name, and so leave ours unread.
+        """
+        if "cache" not in inspect.signature(base_model(model).forward).parameters:
+            raise SettingsError(
+                f"--engine hf: {type(base_model(model)).__name__} of this transformers release takes no `cache`, so that "
+                "ours would go unread: install what requirements.txt pins (requirements-vllm.txt is for --engine vllm alone)"
+            )
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
@@ -59,8 +71,8 @@ class HFEngine:
         on_token: Callable[[], None],
     ) -> list[list[Completion]]:
         """See Engine.generate."""
-        generator = torch.Generator(self.device).manual_seed(seed)
         num_rows = len(prompts) * num_completions
+        points = uniforms(num_rows, sampling.max_new_tokens, seed).to(self.device)
         logits, cache, mask, positions = self._prefill(prompts, num_completions)
         ids = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.int32)
         logprobs = torch.zeros(num_rows, sampling.max_new_tokens)
@@ -69,7 +81,7 @@ class HFEngine:
         rows = torch.arange(num_rows)  # rows still in the batch, by their number in the result
         for t in range(sampling.max_new_tokens):
             on_token()
-            drawn, drawn_logprobs = draw(logits, sampling, generator)  # (B,)
+            drawn, drawn_logprobs = draw(logits, sampling, points[rows, t])  # (B,)
             ids[rows, t], logprobs[rows, t] = drawn.int().cpu(), drawn_logprobs.cpu()
             ended = torch.isin(drawn, self._ends).cpu().numpy()
             new = rows.numpy()[ended & ~finished[rows.numpy()]]
@@ -146,22 +158,3 @@ class HFEngine:
         with self.model.disable_adapter():
             out = policy(ids.to(self.device), attention.to(self.device), mask.to(self.device)).cpu()
         return [out[i, p : p + len(c.token_ids)].numpy() for i, c in enumerate(completions)]
-
-
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(B, V) logits -> (B,) drawn ids and the (B,) float32 log-probs of having drawn them; greedy at temperature 0.
-
-    Draws by inverting the cumulative distribution: one random number a row, where torch.multinomial takes one a word.
-    """
-    if sampling.temperature == 0:
-        best = logits.float().log_softmax(dim=-1).max(dim=-1)
-        return best.indices, best.values
-    logprobs = sampling_logprobs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    cumulative = logprobs.exp().cumsum(dim=-1)  # (B, V); flat over tokens of probability 0
-    point = torch.rand(len(logits), 1, generator=generator, device=logits.device)
-    point = point * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, point, right=True)[:, 0]
-    # Rounding may put the point on the very end, past the last token that has any probability.
-    past_end = ids >= torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0] + 1
-    ids = torch.where(past_end, logprobs.argmax(dim=-1), ids.clamp(max=logits.shape[-1] - 1))
-    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
