@@ -6,6 +6,7 @@ the peers have neither. Nobody stops at an end token, so all draw the same numbe
 
 import argparse
 import itertools
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -70,7 +71,9 @@ def build_engine(model_path: str, dtype: Any, job: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         adapter = make_adapter(model_path, dtype, Path(folder))
     base = models.load_base(model_path, dtype)
-    engine = sampler_engine(settings, base, adapter, tokenizer, torch.device("cpu"))
+    engine = sampler_engine(
+        settings, base, adapter, tokenizer, torch.device("cpu"), logging.getLogger("sampler")
+    )
     ignore_ends(engine)
     return engine
 
@@ -89,9 +92,10 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
     import torch
 
+    from splitgrpo import models
     from splitgrpo.engines.base import Sampling
 
-    torch.set_num_threads(job["threads"])
+    models.use_threads(job["threads"])
     rows = len(job["prompts"]) * job["group_size"]
     engine = build_engine(job["model"], getattr(torch, job["dtype"]), job)
     seeds = itertools.count()

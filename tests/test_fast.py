@@ -47,7 +47,7 @@ KINDS = {
 }
 
 
-def build(kind="qwen2", targets="all-linear", dtype=torch.float32):
+def build(kind="qwen2", targets="all-linear", dtype=torch.float32, device="cpu"):
     """A random model with a LoRA adapter whose B is not 0; the same at every call."""
     torch.manual_seed(0)
     model = KINDS[kind]().eval()
@@ -60,7 +60,7 @@ def build(kind="qwen2", targets="all-linear", dtype=torch.float32):
         p.data = p.data.to(dtype)
         if "lora_B" in name:
             p.data.normal_(std=0.2)
-    return peft
+    return peft.to(device)
 
 
 def both_engines(**how):
@@ -179,6 +179,26 @@ ROWS = {
 }
 
 
+def padded_and_packed(rows, **how):
+    """For each road: (2, B, L) log-probs and entropy, and the gradient by name; `how` is for `build`."""
+    rollouts = rollouts_of(rows)
+    weight = torch.randn(len(rows), max(len(r.token_ids) for r in rollouts))
+    found = []
+    for fast in (False, True):
+        model = build(**how)
+        policy = PolicyModule(model, 0.7, 0, 1.0).train()
+        assert policy.pack(log)
+        batch = collate(rollouts, torch.ones(len(rows)), range(len(rows)), 0, packed=fast)
+        batch = batch.to(model.device)
+        out = policy(batch.input_ids, batch.attention_mask, batch.completion_mask,
+                     with_entropy=True, packing=batch.packing)  # fmt: skip
+        (out[0] * weight.to(out.device)).sum().backward()
+        found.append(
+            (out.detach(), {n: p.grad for n, p in policy.named_parameters() if "lora" in n})
+        )
+    return found
+
+
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scores", [0, 1 << 25])
@@ -186,20 +206,7 @@ def test_packed_rows_give_the_log_probs_entropy_and_gradient_of_padded_ones(
     kind, rows, scores, monkeypatch
 ):
     monkeypatch.setattr(packed, "MAX_SCORES", scores)  # 0: torch's own attention, as on a GPU
-    rollouts = rollouts_of(rows)
-    weight = torch.randn(len(rows), max(len(r.token_ids) for r in rollouts))
-    found = []
-    for fast in (False, True):
-        policy = PolicyModule(build(kind), 0.7, 0, 1.0).train()
-        assert policy.pack(log)
-        batch = collate(rollouts, torch.ones(len(rows)), range(len(rows)), 0, packed=fast)
-        out = policy(batch.input_ids, batch.attention_mask, batch.completion_mask,
-                     with_entropy=True, packing=batch.packing)  # fmt: skip
-        (out[0] * weight).sum().backward()
-        found.append(
-            (out.detach(), {n: p.grad for n, p in policy.named_parameters() if "lora" in n})
-        )
-    (plain, plain_grad), (fast, fast_grad) = found
+    (plain, plain_grad), (fast, fast_grad) = padded_and_packed(rows, kind=kind)
     torch.testing.assert_close(fast, plain, atol=3e-5, rtol=0)
     assert all(g is not None and g.norm() > 0 for g in fast_grad.values())
     for name, grad in plain_grad.items():
@@ -224,24 +231,28 @@ def test_packed_rows_keep_filters_and_the_gradient_of_the_entropy(top_k, top_p, 
 
 
 @torch.no_grad()
+def mismatch_in_bfloat16(engine_kind, **how):
+    """Mean difference (nats) of an engine's log-probs from its learner's, both on a model of `build`."""
+    engine = engine_kind(build(dtype=torch.bfloat16, **how).requires_grad_(False), TinyTokenizer())
+    groups = generate(engine, PROMPTS, 8, Sampling(1.0, 0, 1.0, max_new_tokens=20))
+    rollouts = [
+        make_rollout(prompt, c, None, Score(0.0, {}, False))
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for c in group
+    ]
+    policy = PolicyModule(build(dtype=torch.bfloat16, **how), 1.0, 0, 1.0)
+    policy.pack(log)
+    batch = collate(rollouts, torch.ones(24), range(24), 0, packed=engine_kind is FastEngine)
+    batch = batch.to(engine.device)
+    new = policy(
+        batch.input_ids, batch.attention_mask, batch.completion_mask, packing=batch.packing
+    )
+    return float((new - batch.old_logprobs)[batch.completion_mask].abs().mean())
+
+
 def test_in_bfloat16_the_fast_sampler_and_the_fast_learner_round_alike():
     """Through transformers' own passes the same tokens differ by some thousandths of a nat."""
-    gaps = {}
-    for kind in (HFEngine, FastEngine):
-        engine = kind(build(dtype=torch.bfloat16).requires_grad_(False), TinyTokenizer())
-        groups = generate(engine, PROMPTS, 8, Sampling(1.0, 0, 1.0, max_new_tokens=20))
-        rollouts = [
-            make_rollout(prompt, c, None, Score(0.0, {}, False))
-            for prompt, group in zip(PROMPTS, groups, strict=True)
-            for c in group
-        ]
-        policy = PolicyModule(build(dtype=torch.bfloat16), 1.0, 0, 1.0)
-        policy.pack(log)
-        batch = collate(rollouts, torch.ones(24), range(24), 0, packed=kind is FastEngine)
-        new = policy(
-            batch.input_ids, batch.attention_mask, batch.completion_mask, packing=batch.packing
-        )
-        gaps[kind] = float((new - batch.old_logprobs)[batch.completion_mask].abs().mean())
+    gaps = {kind: mismatch_in_bfloat16(kind) for kind in (HFEngine, FastEngine)}
     assert gaps[FastEngine] < 1e-3 < gaps[HFEngine], gaps
 
 
@@ -262,10 +273,14 @@ def test_a_group_is_kept_together_so_that_its_prompt_is_computed_once():
 @pytest.mark.parametrize("held", [1, 3000, 1 << 22])
 def test_log_probs_by_parts_of_the_vocabulary_are_those_of_whole_rows(held, dtype, monkeypatch):
     monkeypatch.setitem(vocab.MAX_LOGITS, "cpu", held)
+    check_log_probs_by_parts(dtype, "cpu")
+
+
+def check_log_probs_by_parts(dtype, device):
     torch.manual_seed(0)
-    hidden = (torch.randn(37, 16) * 2).to(dtype).requires_grad_()
-    weight, bias = torch.randn(1037, 16).to(dtype), torch.randn(1037).to(dtype)
-    ids, pull = torch.randint(1037, (37,)), torch.randn(37)
+    hidden = (torch.randn(37, 16) * 2).to(device, dtype).requires_grad_()
+    weight, bias = torch.randn(1037, 16).to(device, dtype), torch.randn(1037).to(device, dtype)
+    ids, pull = torch.randint(1037, (37,)).to(device), torch.randn(37).to(device)
     out = vocab.VocabLogprobs.apply(hidden, weight, bias, ids, 0.7)
     (out[0] * pull).sum().backward()
     got, hidden.grad = hidden.grad, None
