@@ -21,7 +21,7 @@ from splitgrpo.engines.draw import draw_in_parts, uniforms
 from splitgrpo.engines.hf import LEAVE_FRAC, HFEngine
 from splitgrpo.logprobs import base_model
 from splitgrpo.packed import PackedAttention, pack_rows
-from splitgrpo.vocab import VocabLogprobs, exact_bfloat16_products
+from splitgrpo.vocab import VocabLogprobs, exact_bfloat16_products, wide_product
 
 
 class Fused:
@@ -176,7 +176,10 @@ class FastEngine(HFEngine):
         if self.device.type == "cpu" and hidden.dtype != torch.float32:
             with exact_bfloat16_products(self.head.weight):
                 return functional.linear(hidden.float(), self._wide, _wide(self.head.bias))
-        logits: Tensor = self.head(hidden)
+        if self.device.type == "cuda":  # the head would widen its whole weight at every token
+            logits = wide_product(hidden, self._wide)
+            return logits if self.head.bias is None else logits.add_(self.head.bias)
+        logits = self.head(hidden)
         return logits
 
     def _start(
@@ -218,18 +221,18 @@ class FastEngine(HFEngine):
         (prompt_k, prompt_v), (drawn_k, drawn_v) = cache.prompt[layer], cache.drawn[layer]
         drawn_k[:, t], drawn_v[:, t] = k.flatten(0, 1), v.flatten(0, 1)
         wide = q.to(drawn_k.dtype).unflatten(1, (heads, -1))  # (B, K, A / K, D)
-        own = torch.bmm(wide.flatten(0, 1), drawn_k[:, : t + 1].transpose(1, 2))
+        own = _wide_bmm(wide.flatten(0, 1), drawn_k[:, : t + 1].transpose(1, 2))
         # All completions of a prompt are rows of one product with its keys.
-        shared = torch.bmm(self._to_prompts(wide, cache), prompt_k.transpose(1, 2))
+        shared = _wide_bmm(self._to_prompts(wide, cache), prompt_k.transpose(1, 2))
         if cache.padding is not None:
             mask = cache.padding.repeat_interleave(heads, dim=0)[:, None]
             shared.masked_fill_(mask, float("-inf"))
         longest = shared.shape[-1]
         scores = torch.cat([self._to_rows(shared, cache, rows), own], dim=-1)
-        probs = scores.mul_(self.decoder.scale).softmax(dim=-1)
-        out = torch.bmm(probs[..., longest:], drawn_v[:, : t + 1])
+        probs = scores.mul_(self.decoder.scale).softmax(dim=-1).to(drawn_v.dtype)
+        out = _wide_bmm(probs[..., longest:], drawn_v[:, : t + 1])
         of_prompt = self._to_prompts(probs[..., :longest].unflatten(0, (rows, heads)), cache)
-        out += self._to_rows(torch.bmm(of_prompt, prompt_v), cache, rows)
+        out += self._to_rows(_wide_bmm(of_prompt, prompt_v), cache, rows)
         return out.reshape(rows, -1).to(q.dtype)
 
     def _to_prompts(self, x: Tensor, cache: Cache) -> Tensor:
@@ -274,6 +277,14 @@ class FastEngine(HFEngine):
             hidden, self.head.weight, self.head.bias, drawn.to(self.device), sampling.temperature
         )
         return np.split(out[0].cpu().numpy(), np.cumsum(lens)[:-1])
+
+
+def _wide_bmm(a: Tensor, b: Tensor) -> Tensor:
+    """(X, M, D) x (X, D, L) of one dtype -> (X, M, L) float32: a score near 20 in bfloat16 is rounded to 1/16, and then to a
+    probability that the learner's attention does not have. On CPUs the cache is float32."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _wide(bias: Tensor | None) -> Tensor | None:
