@@ -86,6 +86,7 @@ def _logprobs(
     total, weighted = (
         torch.zeros_like(top) for _ in range(2)
     )  # of exp(l - top), and of l times that
+    logit = torch.zeros_like(top)  # of the chosen token
     mean = torch.zeros_like(hidden, dtype=torch.float32) if need else None  # of W[v], likewise
     size = max(256, MAX_LOGITS[hidden.device.type] // max(1, n))
     for start in range(0, len(weight), size):
@@ -95,6 +96,10 @@ def _logprobs(
             logits += bias[start : start + size]
         if temperature != 1.0:
             logits /= temperature
+        # Of the same product as `top`: for a sure token the two cancel to the last digit.
+        place = (token_ids - start)[:, None]
+        inside = (place >= 0) & (place < len(part))
+        logit = torch.where(inside, logits.gather(1, place.clamp(0, len(part) - 1)), logit)
         higher = torch.maximum(top, logits.amax(-1, keepdim=True))
         shrink = torch.exp(top - higher)
         shifted = logits.sub_(higher)
@@ -110,17 +115,11 @@ def _logprobs(
             else:
                 mean += probs.to(hidden.dtype) @ part
         top = higher
-    chosen = weight[token_ids]  # (N, H)
-    logit = (hidden.float() * chosen.float()).sum(-1, keepdim=True)
-    if bias is not None:
-        logit += bias[token_ids][:, None]
     log_total = total.log()
-    out = torch.cat(
-        [logit / temperature - top - log_total, log_total - weighted / total], dim=1
-    ).t()
+    out = torch.cat([logit - top - log_total, log_total - weighted / total], dim=1).t()
     if mean is None:
         return out, None
-    return out, ((chosen.float() - mean / total) / temperature).to(hidden.dtype)
+    return out, ((weight[token_ids].float() - mean / total) / temperature).to(hidden.dtype)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
