@@ -26,6 +26,12 @@ PEERS = HERE / ".peers"
 FIELDS = ("name", "ours", "unit", "peers", "ratio", "ceiling_share", "peak_rss_mib", "runs", "note")
 SIDE_LIMIT_S = 600.0  # of one measurement, start and warm-up included
 OURS = "ours"
+# What models.use_threads sets in our own processes: peers get it too, although who runs them has it not.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 Row = dict[str, Any]
 
@@ -100,7 +106,8 @@ def measure(
     """Run benchmarks/`script` on a job; returns the JSON object on its last line. Raises Missing with its last words."""
     threads = str(job["threads"])
     own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
-           "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+           "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore",
+           **ALLOCATOR}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))

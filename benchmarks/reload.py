@@ -118,17 +118,18 @@ def parts(rig: Rig, runs: int) -> str:
     from splitgrpo import models
     from splitgrpo.config import default_threads
     from splitgrpo.engines.base import Sampling
-    from splitgrpo.engines.hf import HFEngine
+    from splitgrpo.engines.fast import open_engine
     from splitgrpo.reload import read_newest
 
-    torch.set_num_threads(default_threads(0))
+    models.use_threads(default_threads(0))
     rig.publisher.point(0, rig.publisher.write(0, rig.tensors))
     held = read_newest(rig.folder)
     assert held is not None
     rig.publisher.point(1_000_000, rig.publisher.write(1_000_000, rig.tensors))
     model = rig.given["model_path"]
     base = models.load_base(model, models.DTYPES[held.manifest.base_dtype])
-    engine = HFEngine(models.attach_adapter(base, held), models.load_tokenizer(model))
+    engine = open_engine(models.attach_adapter(base, held), models.load_tokenizer(model),
+                         logging.getLogger("reload"), plain=False)  # fmt: skip
     prompt = torch.tensor(common.prompt_ids(model, "arithmetic", 1)[0]).int().numpy()
     sampling = Sampling(1.0, 0, 1.0, 1)
     took: dict[str, list[float]] = {}

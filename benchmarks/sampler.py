@@ -157,7 +157,12 @@ def rows(args: argparse.Namespace) -> list[common.Row]:
             }  # fmt: skip
             common.say(title)
             results, notes = common.interleave(sides_of(job, quick=args.quick), args.runs)
-            limit = ceiling.sampling_ceiling(model, dtype, job["threads"], args.quick)
+            skinny = num_prompts * group_size == ceiling.SKINNY_ROWS  # the rate was measured with
+            limit = (
+                ceiling.sampling_ceiling(model, dtype, job["threads"], args.quick)
+                if skinny
+                else None
+            )
         except common.Missing as error:
             out.append(common.row(title, "tokens/s", {}, note=str(error)))
             continue

@@ -29,7 +29,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One array in the table; offsets in bytes, counted from the end of the table."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
-    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=4)]
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=2)]
     data_offsets: tuple[Size, Size]
 
 
@@ -72,8 +72,11 @@ def read_arrays(blob: bytes | memoryview) -> dict[str, np.ndarray]:
                 f"{name!r}: {entry.dtype} {list(entry.shape)} at {begin} to {end}, expected from {at} on, "
                 f"within {len(blob) - start} bytes"
             )
-        array = np.frombuffer(blob, dtype, count, start + begin)
-        arrays[name] = array if len(entry.shape) == 1 else array.reshape(entry.shape)
+        try:
+            array = np.frombuffer(blob, dtype, count, start + begin)
+            arrays[name] = array if len(entry.shape) == 1 else array.reshape(entry.shape)
+        except (ValueError, OverflowError) as error:  # a side of 0 lets the other be any size
+            raise BlobError(f"{name!r}: {list(entry.shape)}: {error}") from error
         at = end
     if start + at != len(blob):
         raise BlobError(f"{len(blob) - start} bytes behind the table, which accounts for {at}")

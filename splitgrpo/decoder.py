@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from splitgrpo.logprobs import base_model
+from splitgrpo.logprobs import Float32Output, base_model
 
+NORMS = ("input_layernorm", "post_attention_layernorm")
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -37,7 +38,15 @@ def why_unsupported(model: Any) -> str | None:
     windowed = type(base).__name__ == "MistralForCausalLM" and config.sliding_window
     if kinds != {"full_attention"} or windowed:
         return "its attention has a window"
-    for layer in base.get_decoder().layers:
+    head, inner = base.get_output_embeddings(), base.get_decoder()
+    if type(head) not in (nn.Linear, Float32Output):
+        return f"its output layer is a {type(head).__name__}"  # one with LoRA has weights of its own beside the base's
+    if type(inner.embed_tokens) is not nn.Embedding:
+        return f"its embedding is a {type(inner.embed_tokens).__name__}"
+    for norm in (inner.norm, *(getattr(m, n) for m in inner.layers for n in NORMS)):
+        if not type(norm).__name__.endswith("RMSNorm"):
+            return f"one of its norms is a {type(norm).__name__}"
+    for layer in inner.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
             part = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
             if reason := _why_not(getattr(part, name)):
@@ -100,7 +109,7 @@ class RMSNorm(torch.autograd.Function):
         """The weight is frozen and gets none."""
         x, weight, inverse = ctx.saved_tensors
         grad = (grads[0] * weight).float()
-        unit = x.float().mul_(inverse)
+        unit = x.float() * inverse
         mean = (grad * unit).mean(-1, keepdim=True)
         return grad.addcmul_(unit, mean, value=-1.0).mul_(inverse).to(x.dtype), None, None
 

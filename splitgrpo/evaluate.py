@@ -92,7 +92,9 @@ def greedy_report(
     )
 
 
-def load_engine(model_path: str, adapter: str | None, dtype: str, num_threads: int) -> HFEngine:
+def load_engine(
+    model_path: str, adapter: str | None, dtype: str, num_threads: int, *, plain: bool = False
+) -> HFEngine:
     """A Hugging Face engine on the GPU, or on the CPU where there is none. `adapter` is any PEFT folder."""
     models.use_threads(default_threads(num_threads))
     kind = models.DTYPES.get(dtype) or getattr(models.load_config(model_path), "dtype", None)
@@ -108,7 +110,7 @@ def load_engine(model_path: str, adapter: str | None, dtype: str, num_threads: i
     model = model.to(device, kind or torch.float32)
     if adapter is not None:
         model = open_adapter(model, Path(adapter))
-    return open_engine(model, models.load_tokenizer(model_path), log, plain=False)
+    return open_engine(model, models.load_tokenizer(model_path), log, plain=plain)
 
 
 def read_manifest(adapter: Path) -> Manifest | None:
@@ -148,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_prompt_tokens", type=positive_int, default=512)
     parser.add_argument("--max_new_tokens", type=positive_int, default=256)
     parser.add_argument("--batch_size", type=positive_int, default=50)
+    parser.add_argument("--plain", action="store_true", help="the plain engine, as for the sampler")
     parser.add_argument("--num_threads", type=int, default=0, help="0: half the cores")
     parser.add_argument(
         "--dtype",
@@ -166,7 +169,9 @@ def evaluate(args: argparse.Namespace, on_token: Callable[[], None] = lambda: No
 
     columns = {"question_column": args.question_column, "answer_column": args.answer_column}
     problems = load_problems(args.data, "test", **columns)[: args.limit]
-    engine = load_engine(args.model_path, args.adapter, args.dtype, args.num_threads)
+    engine = load_engine(
+        args.model_path, args.adapter, args.dtype, args.num_threads, plain=args.plain
+    )
     prompts, num_dropped = build_prompts(problems, engine.tokenizer, args.max_prompt_tokens)
     if num_dropped:
         log.warning(

@@ -86,7 +86,7 @@ def _logprobs(
     total, weighted = (
         torch.zeros_like(top) for _ in range(2)
     )  # of exp(l - top), and of l times that
-    logit = torch.zeros_like(top)  # of the chosen token
+    logit, others = (torch.zeros_like(top) for _ in range(2))  # of the token, and of all but it
     mean = torch.zeros_like(hidden, dtype=torch.float32) if need else None  # of W[v], likewise
     size = max(256, MAX_LOGITS[hidden.device.type] // max(1, n))
     for start in range(0, len(weight), size):
@@ -103,23 +103,28 @@ def _logprobs(
         higher = torch.maximum(top, logits.amax(-1, keepdim=True))
         shrink = torch.exp(top - higher)
         shifted = logits.sub_(higher)
-        probs = shifted.exp()
+        weights = shifted.exp()
         # Sum of (l - top) exp(l - top): under a new top every earlier term moves by the difference.
         moved = torch.where(total > 0, top - higher, torch.zeros_like(top))
-        weighted = (weighted + moved * total) * shrink + _dot(probs, shifted)
-        total = total * shrink + probs.sum(-1, keepdim=True)
+        weighted = (weighted + moved * total) * shrink + _dot(weights, shifted)
+        total = total * shrink + weights.sum(-1, keepdim=True)
         if mean is not None:
+            # The token itself is left out: for a sure one, W[token] less a mean that is nearly W[token] has no digits left.
+            at = place.clamp(0, len(part) - 1)
+            weights.scatter_(1, at, weights.gather(1, at).masked_fill_(inside, 0.0))
+            others = others * shrink + weights.sum(-1, keepdim=True)
             mean.mul_(shrink)
             if hidden.dtype == torch.float32:
-                mean.addmm_(probs, part)
+                mean.addmm_(weights, part)
             else:
-                mean += probs.to(hidden.dtype) @ part
+                mean += weights.to(hidden.dtype) @ part
         top = higher
     log_total = total.log()
     out = torch.cat([logit - top - log_total, log_total - weighted / total], dim=1).t()
     if mean is None:
         return out, None
-    return out, ((weight[token_ids].float() - mean / total) / temperature).to(hidden.dtype)
+    direction = (weight[token_ids].float() * others - mean) / (total * temperature)
+    return out, direction.to(hidden.dtype)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

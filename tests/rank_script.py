@@ -28,8 +28,10 @@ def story(stop: StopFlag) -> None:
     meet = make_meet(watch) if mode == "torch" else lambda: None
     watch.expect_progress(float(sys.argv[3]))
     watch.bump("step 1: turning")
+    started = time.monotonic()
     while True:
-        (folder / f"turned{RANK}").touch()
+        if time.monotonic() > started + 2 * rankwatch.BEAT_S:  # the others have heard of step 1
+            (folder / f"turned{RANK}").touch()
         order = (folder / f"rank{RANK}").read_text() if (folder / f"rank{RANK}").exists() else ""
         if order == "stick":
             watch.bump("step 2: thinking")

@@ -47,7 +47,7 @@ KINDS = {
 }
 
 
-def build(kind="qwen2", targets="all-linear", dtype=torch.float32, device="cpu"):
+def build(kind="qwen2", targets="all-linear", dtype=torch.float32, device="cpu", **lora):
     """A random model with a LoRA adapter whose B is not 0; the same at every call."""
     torch.manual_seed(0)
     model = KINDS[kind]().eval()
@@ -55,7 +55,8 @@ def build(kind="qwen2", targets="all-linear", dtype=torch.float32, device="cpu")
         if name.endswith("bias") or "norm" in name:
             p.data += torch.randn_like(p) * 0.1
     use_float32_output(model)
-    peft = get_peft_model(model.to(dtype), LoraConfig(r=3, lora_alpha=5, target_modules=targets))
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, **lora)
+    peft = get_peft_model(model.to(dtype), config)
     for name, p in peft.named_parameters():
         p.data = p.data.to(dtype)
         if "lora_B" in name:
@@ -91,6 +92,17 @@ def test_the_fast_engine_draws_the_tokens_of_the_plain_one_while_rows_end_and_le
                 refs = [e.ref_logprobs(prompts[0], one[0], sampling) for e in (plain, fast)]
                 for a, b in zip(*refs, strict=True):
                     np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+PATTERNS = {"alpha": {"alpha_pattern": {"k_proj": 9, "down_proj": 2}}, "rank": {"rank_pattern": {"up_proj": 5}},
+            "rslora": {"use_rslora": True}}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_layers_of_unequal_rank_and_scaling_are_fused_too(pattern):
+    plain, fast = both_engines(**pattern)
+    sampling = Sampling(1.0, 0, 1.0, max_new_tokens=15)
+    assert_same_groups(*(generate(e, PROMPTS, 3, sampling, seed=2) for e in (plain, fast)))
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["v_proj", "o_proj", "down_proj"]])
@@ -302,6 +314,34 @@ def test_products_of_bfloat16_numbers_are_not_rounded_and_the_switch_is_put_back
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sure_tokens_keep_their_digits_and_no_log_prob_is_above_0_at_a_low_temperature(dtype):
+    """p from 0.5 to 0.9999: W[token] less a mean that is nearly W[token] would have no digits left."""
+    torch.manual_seed(0)
+    weight, ids = torch.randn(900, 64).to(dtype), torch.arange(40) * 7
+    hidden = (
+        (weight[ids].float() * torch.linspace(0.1, 0.3, 40)[:, None]).to(dtype).requires_grad_()
+    )
+    for temperature in (0.1, 1.0):
+        out = vocab.VocabLogprobs.apply(hidden, weight, None, ids, temperature)
+        hidden.grad = None
+        out[0].sum().backward()
+        exact = hidden.detach().double().requires_grad_()
+        expected = token_logprobs64(exact @ weight.double().t() / temperature, ids)
+        expected.sum().backward()
+        assert out[0].max() <= 0
+        torch.testing.assert_close(out[0].double(), expected, atol=3e-5, rtol=0)
+        size = exact.grad.norm(dim=1)
+        keep = size > 1e-6  # below, p is 1 to float32's last digit
+        gap = (hidden.grad.double() - exact.grad).norm(dim=1)[keep] / size[keep]
+        assert keep.any() or temperature < 1
+        assert not keep.any() or gap.max() < (1e-2 if dtype == torch.bfloat16 else 1e-3), gap
+
+
+def token_logprobs64(logits, ids):
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
 # ---- models that the fast road does not know ------------------------------------------------------
 
 
@@ -319,12 +359,14 @@ UNKNOWN = {
                                  "rope_type"),
     "dora": (lambda: adapted(use_dora=True), "LoRA variant"),
     "an adapter of another name": (lambda: adapted("x"), "adapted by"),
+    "an adapted output layer": (lambda: adapted(target_modules=["q_proj", "lm_head"]), "output layer"),
+    "an adapted embedding": (lambda: adapted(target_modules=["q_proj", "embed_tokens"]), "embedding"),
     "a quantised layer": (lambda: quantised(), "is a Odd"),
 }  # fmt: skip
 
 
 def adapted(name="default", **change):
-    config = LoraConfig(r=2, target_modules="all-linear", **change)
+    config = LoraConfig(**{"r": 2, "target_modules": "all-linear"} | change)
     return get_peft_model(tiny_model(), config, name)
 
 

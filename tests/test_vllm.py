@@ -273,6 +273,7 @@ def test_without_vllm_the_sampler_ends_with_2_and_says_how_to_get_it(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
+        ({"plain": True}, "--plain is for --engine hf"),
         ({"temperature": 0.7}, "--kl_coef 0.04 and --temperature 0.7 .* at temperature 1 without"),
         ({"top_p": 0.9}, "--top_p 0.9: vLLM gives log-probs"),
         ({"top_k": 20}, "--top_k 20 --top_p 1: vLLM gives log-probs"),

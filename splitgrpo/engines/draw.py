@@ -38,7 +38,7 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> tuple[Tensor, Te
 def draw_in_parts(logits: Tensor, sampling: Sampling, points: Tensor) -> tuple[Tensor, Tensor]:
     """(B, V) float32 logits, overwritten, and (B,) points in [0, 1) -> (B,) ids and their float32 log-probs.
 
-    Inverts the cumulative distribution as `hf.draw` does, in three passes over the vocabulary: the point's part is found
+    Inverts the cumulative distribution as `draw` does, in three passes over the vocabulary: the point's part is found
     among the sums of parts, then its token in that part.
     """
     if sampling.temperature == 0:

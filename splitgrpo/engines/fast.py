@@ -44,9 +44,13 @@ class Fused:
                      for b, n in zip(bases, self.sizes, strict=True)]  # fmt: skip
             self.bias = torch.cat(parts)
         self.up = weight.new_zeros(len(weight), len(self.down))  # (O, R)
-        self.scale = lora[0].scaling["default"] if lora else 0.0
-        if any(m.scaling["default"] != self.scale for m in lora):
-            raise ValueError("LoRA scaling differs between layers")
+        self.scale, self.scales = 1.0, None
+        if len(found := {float(m.scaling["default"]) for m in lora}) == 1:
+            (self.scale,) = found
+        elif lora:  # an alpha_pattern: (R,), a number for each row of A
+            each = [torch.full((len(d.weight),), m.scaling["default"])
+                    for m, d in zip(lora, downs, strict=True)]  # fmt: skip
+            self.scales = torch.cat(each).to(weight)
         row, column = 0, 0  # B's other columns stay 0: they are of other layers
         for module, base in zip(modules, bases, strict=True):
             n = base.weight.shape[0]
@@ -64,7 +68,9 @@ class Fused:
         """(B, H) -> (B, O) of each layer."""
         out = functional.linear(x, self.weight, self.bias)
         if self.switch is not None and not self.switch.disable_adapters:
-            out.addmm_(functional.linear(x, self.down), self.up.t(), alpha=self.scale)
+            low = functional.linear(x, self.down)
+            low = low if self.scales is None else low * self.scales
+            out.addmm_(low, self.up.t(), alpha=self.scale)
         return out.split(self.sizes, dim=-1)
 
     def single(self, x: Tensor) -> Tensor:

@@ -36,6 +36,10 @@ def check_vllm(settings: SamplerSettings) -> None:
             "(bash run.sh vllm-env makes it, in .venv-vllm; start the sampler with its python); or leave --engine hf"
         )
     s = settings
+    if s.plain:
+        raise SettingsError(
+            "--plain is for --engine hf: vLLM has one way to sample; leave one of the two out"
+        )
     if s.temperature < LEAST_TEMPERATURE:
         raise SettingsError(
             f"--temperature {s.temperature}: --engine vllm takes none below {LEAST_TEMPERATURE}; give a higher one, or "
