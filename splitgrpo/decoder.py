@@ -146,19 +146,42 @@ def linear(module: nn.Module, x: Tensor) -> Tensor:
 
 def rms_norm(module: Any, x: Tensor) -> Tensor:
     """(…, H) -> (…, H)."""
-    out: Tensor = RMSNorm.apply(x, module.weight, module.variance_epsilon)
-    return out
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = RMSNorm.apply(x, module.weight, module.variance_epsilon)
+        return out
+    # As there, without what a Function costs a token that is being drawn.
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(module.variance_epsilon))
+    return module.weight * (wide * inverse).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both (N, F)."""
+    if gate.requires_grad and torch.is_grad_enabled():
+        out: Tensor = SwiGLU.apply(gate, up)
+        return out
+    return functional.silu(gate).mul_(up)
+
+
+def rotary(module: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, (N, 1, D) each, of (N,) positions; the first half of sin negated, as `rotate` takes it."""
+    cos, sin = (t.transpose(0, 1) for t in module(x, positions[None]))
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (N, A, D) by (N, 1, D)."""
+    """Rotary embedding of (N, A, D)."""
     half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    return torch.addcmul(x * cos, torch.cat([x[..., half:], x[..., :half]], dim=-1), sin)
 
 
 @dataclass
 class Layer:
-    """One layer: its modules, and how each set of projections is computed (engines/fast.py fuses them)."""
+    """One layer: its modules, and how each set of projections is computed (engines/fast.py fuses them).
+
+    qkv gives (N, (A + K) * D) of queries and keys, which are rotated together, and (N, K * D) of values.
+    """
 
     module: Any
     qkv: Callable[[Tensor], Sequence[Tensor]]
@@ -190,21 +213,22 @@ class Decoder:
         attend(layer number, q (N, A, D), k (N, K, D), v (N, K, D)) -> (N, A * D).
         """
         x = self.inner.embed_tokens(token_ids)
-        cos, sin = (
-            t.transpose(0, 1) for t in self.inner.rotary_emb(x, positions[None])
-        )  # (N, 1, D)
+        cos, sin = rotary(self.inner.rotary_emb, x, positions)
         for number, layer in enumerate(self.layers):
             attention = layer.module.self_attn
-            q, k, v = (
-                t.view(len(x), -1, self.head_size)
-                for t in layer.qkv(rms_norm(layer.module.input_layernorm, x))
-            )
+            both, v = layer.qkv(rms_norm(layer.module.input_layernorm, x))
+            both = both.view(len(x), -1, self.head_size)
+            split = [both.shape[1] - self.num_kv_heads, self.num_kv_heads]
             if hasattr(attention, "q_norm"):  # Qwen3
-                q, k = rms_norm(attention.q_norm, q), rms_norm(attention.k_norm, k)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+                q, k = both.split(split, dim=1)
+                both = torch.cat(
+                    [rms_norm(attention.q_norm, q), rms_norm(attention.k_norm, k)], dim=1
+                )
+            q, k = rotate(both, cos, sin).split(split, dim=1)
+            v = v.view(len(x), -1, self.head_size)
             x = x + layer.out(attend(number, q, k, v))
             gate, up = layer.gate_up(rms_norm(layer.module.post_attention_layernorm, x))
-            x = x + layer.down(SwiGLU.apply(gate, up))
+            x = x + layer.down(swiglu(gate, up))
         return rms_norm(self.inner.norm, x)
 
 
@@ -213,7 +237,8 @@ def _layer(module: Any) -> Layer:
     return Layer(
         module,
         qkv=lambda x: [
-            linear(m, x) for m in (attention.q_proj, attention.k_proj, attention.v_proj)
+            torch.cat([linear(attention.q_proj, x), linear(attention.k_proj, x)], dim=-1),
+            linear(attention.v_proj, x),
         ],
         out=lambda x: linear(attention.o_proj, x),
         gate_up=lambda x: [linear(m, x) for m in (mlp.gate_proj, mlp.up_proj)],

@@ -36,7 +36,7 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> tuple[Tensor, Te
 
 
 def draw_in_parts(logits: Tensor, sampling: Sampling, points: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) float32 logits, overwritten, and (B,) points in [0, 1) -> (B,) ids and their float32 log-probs.
+    """(B, V) float32 logits and (B,) points in [0, 1) -> (B,) ids and their float32 log-probs.
 
     Inverts the cumulative distribution as `draw` does, in three passes over the vocabulary: the point's part is found
     among the sums of parts, then its token in that part.
@@ -45,23 +45,26 @@ def draw_in_parts(logits: Tensor, sampling: Sampling, points: Tensor) -> tuple[T
         best = logits.max(dim=-1)
         return best.indices, best.values - logits.logsumexp(dim=-1)
     if sampling.temperature != 1.0:
-        logits /= sampling.temperature
+        logits = logits / sampling.temperature
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         logits = filter_logits(logits, sampling.top_k, sampling.top_p)
-    top, best_id = logits.max(dim=-1, keepdim=True)
-    weights = logits.sub_(top).exp_()
+    weights = logits.softmax(dim=-1)
     if spare := -weights.shape[-1] % PART:
         weights = functional.pad(weights, (0, spare))
     parts = weights.unflatten(-1, (-1, PART))  # (B, V / U, U)
-    ends = parts.sum(dim=-1).double().cumsum(dim=-1)  # (B, V / U)
-    total = ends[:, -1:]
-    point = points[:, None] * total
+    ends = parts.sum(dim=-1).double().cumsum(dim=-1)  # (B, V / U), to about 1
+    point = points[:, None] * ends[:, -1:]
     part = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # (B, 1)
     chosen = parts.gather(1, part[..., None].expand(-1, -1, PART))[:, 0]  # (B, U)
     begin = (ends.gather(1, part) - chosen.sum(dim=-1, keepdim=True).double()).clamp_(min=0)
     inner = torch.searchsorted(chosen.double().cumsum(dim=-1), point - begin, right=True)
     ids = part * PART + inner.clamp_(max=PART - 1)
-    # Rounding may put the point just past the last token of its part that has any probability.
-    ids = torch.where(weights.gather(1, ids) > 0, ids, best_id)
-    logprobs = weights.gather(1, ids).log() - total.log().float()
-    return ids[:, 0], logprobs[:, 0]
+    drawn = weights.gather(1, ids)
+    if not bool(drawn.all()):
+        # Rounding may put a point just past the last token of its part that has any probability.
+        best = weights.max(dim=-1, keepdim=True)
+        ids, drawn = (
+            torch.where(drawn > 0, ids, best.indices),
+            torch.where(drawn > 0, drawn, best.values),
+        )
+    return ids[:, 0], drawn.log()[:, 0]

@@ -7,7 +7,6 @@ decoder.py; V vocabulary, U part of it.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,31 @@ from torch.nn import functional
 
 from splitgrpo.decoder import Decoder, why_unsupported
 from splitgrpo.engines.base import Completion, Sampling
+from splitgrpo.engines.cache import Cache
 from splitgrpo.engines.draw import draw_in_parts, uniforms
 from splitgrpo.engines.hf import LEAVE_FRAC, HFEngine
 from splitgrpo.logprobs import base_model
 from splitgrpo.packed import PackedAttention, pack_rows
 from splitgrpo.vocab import VocabLogprobs, exact_bfloat16_products, wide_product
+
+ROWS = 32  # of a batch, to lay weights out for; others work too
+
+
+class Product:
+    """x W^T + bias with a frozen W. On CPUs a copy of W lies as oneDNN wants it, instead of being laid out at every call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """float32 weights of a bfloat16 output layer stay float32: what comes out is not rounded."""
+        self.weight, self.bias, self.packed = weight, bias, None
+        if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(B, H) -> (B, O)."""
+        if self.packed is None:
+            return functional.linear(x, self.weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
 
 
 class Fused:
@@ -30,18 +49,20 @@ class Fused:
     The modules' own parameters become views of the fused ones: what is copied into them is at once in use here.
     """
 
-    def __init__(self, modules: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[Any], join: int = 1) -> None:
+        """The first `join` layers' outputs are handed out as one."""
         bases = [getattr(m, "base_layer", m) for m in modules]
         lora = [m for m in modules if m.__class__ is not nn.Linear]
         self.switch = lora[0] if lora else None
-        self.sizes = [b.weight.shape[0] for b in bases]
+        sizes = [b.weight.shape[0] for b in bases]
+        self.sizes = [sum(sizes[:join]), *sizes[join:]]
         downs = [m.lora_A["default"] for m in lora]
         self.weight = weight = torch.cat([b.weight.data for b in bases])
         self.down = torch.cat([d.weight.data for d in downs]) if lora else weight[:0]
         self.bias = None
         if any(b.bias is not None for b in bases):
             parts = [b.weight.new_zeros(n) if b.bias is None else b.bias.data
-                     for b, n in zip(bases, self.sizes, strict=True)]  # fmt: skip
+                     for b, n in zip(bases, sizes, strict=True)]  # fmt: skip
             self.bias = torch.cat(parts)
         self.up = weight.new_zeros(len(weight), len(self.down))  # (O, R)
         self.scale, self.scales = 1.0, None
@@ -51,6 +72,7 @@ class Fused:
             each = [torch.full((len(d.weight),), m.scaling["default"])
                     for m, d in zip(lora, downs, strict=True)]  # fmt: skip
             self.scales = torch.cat(each).to(weight)
+        self.product = Product(weight, self.bias)
         row, column = 0, 0  # B's other columns stay 0: they are of other layers
         for module, base in zip(modules, bases, strict=True):
             n = base.weight.shape[0]
@@ -66,7 +88,7 @@ class Fused:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, H) -> (B, O) of each layer."""
-        out = functional.linear(x, self.weight, self.bias)
+        out = self.product(x)
         if self.switch is not None and not self.switch.disable_adapters:
             low = functional.linear(x, self.down)
             low = low if self.scales is None else low * self.scales
@@ -78,40 +100,6 @@ class Fused:
         return self(x)[0]
 
 
-@dataclass
-class Cache:
-    """Keys and values of the prompts (n * K, P, D), and of what the rows have drawn so far (B * K, T, D), a layer each.
-
-    numbers (n,) are the prompts held; padding (n, P) bool marks what a shorter one lacks, or is None; slot (B,) is a row's
-    place among the n * G, None while all are there.
-    """
-
-    prompt: list[tuple[Tensor, Tensor]]
-    drawn: list[tuple[Tensor, Tensor]]
-    padding: Tensor | None
-    slot: Tensor | None
-    numbers: np.ndarray
-    group_size: int
-    num_kv_heads: int
-
-    def keep(self, places: Tensor, rows: np.ndarray) -> None:
-        """Hold only those at `places` (B',) in the batch from now on, whose numbers of all n * G are `rows` (B',)."""
-
-        def pick(pair: tuple[Tensor, Tensor], which: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = (t.unflatten(0, (-1, self.num_kv_heads))[which].flatten(0, 1) for t in pair)
-            return k, v
-
-        self.drawn = [pick(pair, places) for pair in self.drawn]
-        left, which = np.unique(rows // self.group_size, return_inverse=True)
-        if len(left) < len(self.numbers):
-            prompts = torch.from_numpy(np.searchsorted(self.numbers, left)).to(places.device)
-            self.prompt = [pick(pair, prompts) for pair in self.prompt]
-            self.padding = None if self.padding is None else self.padding[prompts]
-            self.numbers = left
-        slot = which * self.group_size + rows % self.group_size
-        self.slot = torch.from_numpy(slot).to(places.device)
-
-
 class FastEngine(HFEngine):
     """Implements engines.base.Engine for the models that decoder.py knows."""
 
@@ -121,17 +109,16 @@ class FastEngine(HFEngine):
         self.decoder = Decoder(model)
         for layer in self.decoder.layers:
             attention, mlp = layer.module.self_attn, layer.module.mlp
-            layer.qkv = Fused([attention.q_proj, attention.k_proj, attention.v_proj])
+            layer.qkv = Fused([attention.q_proj, attention.k_proj, attention.v_proj], join=2)
             layer.gate_up = Fused([mlp.gate_proj, mlp.up_proj])
             layer.out = Fused([attention.o_proj]).single
             layer.down = Fused([mlp.down_proj]).single
         self.head = base_model(model).get_output_embeddings()
-        # Float32, so that neither scores nor probabilities are rounded.
-        self._held = torch.float32 if self.device.type == "cpu" else self.head.weight.dtype
         # Float32 copies of bfloat16 numbers: the product is exact, and made anew for every token it would cost more.
-        self._wide = self.head.weight.data
+        self._head: Product | None = None
         if self.device.type == "cpu":
-            self._wide = self._wide.float()
+            with exact_bfloat16_products(self.head.weight):
+                self._head = Product(self.head.weight.data.float(), _wide(self.head.bias))
 
     @torch.inference_mode()
     def generate(
@@ -166,9 +153,9 @@ class FastEngine(HFEngine):
             if 1.0 - active.mean() >= LEAVE_FRAC:
                 keep = torch.from_numpy(np.flatnonzero(active)).to(self.device)
                 rows, drawn, positions = rows[active], drawn[keep], positions[keep]
-                cache.keep(keep, rows)
+                cache.keep(rows)
                 at = torch.from_numpy(rows).to(self.device)
-            last = self.decoder.hidden(drawn, positions, lambda *a, t=t: self._attend(cache, t, *a))
+            last = self.decoder.hidden(drawn, positions, lambda *a, t=t: cache.attend(t, *a))
             positions = positions + 1
         flat_ids, flat_logprobs = ids.int().cpu().numpy(), logprobs.cpu().numpy()
         flat = [
@@ -179,84 +166,30 @@ class FastEngine(HFEngine):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(B, H) -> (B, V) float32."""
-        if self.device.type == "cpu" and hidden.dtype != torch.float32:
+        if self._head is not None:
             with exact_bfloat16_products(self.head.weight):
-                return functional.linear(hidden.float(), self._wide, _wide(self.head.bias))
-        if self.device.type == "cuda":  # the head would widen its whole weight at every token
-            logits = wide_product(hidden, self._wide)
-            return logits if self.head.bias is None else logits.add_(self.head.bias)
-        logits = self.head(hidden)
-        return logits
+                return self._head(hidden.float())
+        logits = wide_product(
+            hidden, self.head.weight
+        )  # the head would widen its weight at every token
+        return logits if self.head.bias is None else logits.add_(self.head.bias)
 
     def _start(
         self, prompts: Sequence[np.ndarray], num_completions: int, limit: int
     ) -> tuple[Tensor, Cache]:
         """Compute each prompt once: the (n * G, H) hidden state that the first token is drawn from, and the cache."""
-        n, longest = len(prompts), max(len(p) for p in prompts)
-        packing = pack_rows(prompts, [1] * n, longest).to(self.device)
+        lens = [len(p) for p in prompts]
+        packing = pack_rows(prompts, [1] * len(prompts), max(lens)).to(self.device)
         attend = PackedAttention(packing, self.decoder.num_kv_heads, self.decoder.scale)
-        cells = np.concatenate([i * longest + np.arange(len(p)) for i, p in enumerate(prompts)])
-        place = torch.from_numpy(cells).to(self.device)
-        held: list[tuple[Tensor, Tensor]] = []
+        cache = Cache(lens, num_completions, limit, self.decoder.scale)
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            padded = [t.new_zeros(n * longest, *t.shape[1:]) for t in (k, v)]
-            for to, of in zip(padded, (k, v), strict=True):
-                to[place] = of
-            k_all, v_all = (
-                t.unflatten(0, (n, longest)).transpose(1, 2).flatten(0, 1).to(self._held)
-                for t in padded
-            )
-            held.append((k_all, v_all))
+            cache.add_prompts(k, v)
             return attend(layer, q, k, v)
 
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self.device)
         last = self.decoder.hidden(ids, packing.positions, keep)[packing.before]
-        like, heads = held[0][0], self.decoder.num_kv_heads
-        size = (n * num_completions * heads, limit, like.shape[-1])
-        drawn = [(like.new_empty(size), like.new_empty(size)) for _ in held]
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        padding = torch.arange(longest, device=self.device) >= lengths[:, None]
-        padding = padding if bool(padding.any()) else None  # type: ignore[assignment]
-        cache = Cache(held, drawn, padding, None, np.arange(n), num_completions, heads)
         return last.repeat_interleave(num_completions, dim=0), cache
-
-    def _attend(self, cache: Cache, t: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One new token a row: q (B, A, D), k and v (B, K, D) -> (B, A * D). Writes k and v at place t."""
-        rows, heads = len(q), cache.num_kv_heads
-        (prompt_k, prompt_v), (drawn_k, drawn_v) = cache.prompt[layer], cache.drawn[layer]
-        drawn_k[:, t], drawn_v[:, t] = k.flatten(0, 1), v.flatten(0, 1)
-        wide = q.to(drawn_k.dtype).unflatten(1, (heads, -1))  # (B, K, A / K, D)
-        own = _wide_bmm(wide.flatten(0, 1), drawn_k[:, : t + 1].transpose(1, 2))
-        # All completions of a prompt are rows of one product with its keys.
-        shared = _wide_bmm(self._to_prompts(wide, cache), prompt_k.transpose(1, 2))
-        if cache.padding is not None:
-            mask = cache.padding.repeat_interleave(heads, dim=0)[:, None]
-            shared.masked_fill_(mask, float("-inf"))
-        longest = shared.shape[-1]
-        scores = torch.cat([self._to_rows(shared, cache, rows), own], dim=-1)
-        probs = scores.mul_(self.decoder.scale).softmax(dim=-1).to(drawn_v.dtype)
-        out = _wide_bmm(probs[..., longest:], drawn_v[:, : t + 1])
-        of_prompt = self._to_prompts(probs[..., :longest].unflatten(0, (rows, heads)), cache)
-        out += self._to_rows(_wide_bmm(of_prompt, prompt_v), cache, rows)
-        return out.reshape(rows, -1).to(q.dtype)
-
-    def _to_prompts(self, x: Tensor, cache: Cache) -> Tensor:
-        """(B, K, M, X) -> (n * K, G * M, X); places of rows that have left hold zeros."""
-        n = len(cache.numbers)
-        if cache.slot is not None:
-            grid = x.new_zeros(n * cache.group_size, *x.shape[1:])
-            grid[cache.slot] = x
-            x = grid
-        return x.unflatten(0, (n, cache.group_size)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-    def _to_rows(self, x: Tensor, cache: Cache, rows: int) -> Tensor:
-        """(n * K, G * M, X) -> (B * K, M, X)."""
-        heads, group = cache.num_kv_heads, cache.group_size
-        x = x.unflatten(0, (-1, heads)).unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)
-        if cache.slot is not None:
-            x = x[cache.slot]
-        return x.reshape(rows * heads, *x.shape[2:])
 
     @torch.inference_mode()
     def ref_logprobs(
@@ -283,14 +216,6 @@ class FastEngine(HFEngine):
             hidden, self.head.weight, self.head.bias, drawn.to(self.device), sampling.temperature
         )
         return np.split(out[0].cpu().numpy(), np.cumsum(lens)[:-1])
-
-
-def _wide_bmm(a: Tensor, b: Tensor) -> Tensor:
-    """(X, M, D) x (X, D, L) of one dtype -> (X, M, L) float32: a score near 20 in bfloat16 is rounded to 1/16, and then to a
-    probability that the learner's attention does not have. On CPUs the cache is float32."""
-    if a.dtype == torch.float32:
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _wide(bias: Tensor | None) -> Tensor | None:
