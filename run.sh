@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export TOKENIZERS_PARALLELISM=false
+# Large pages for tensors, where the kernel gives them: 5 to 10 % of the sampler on a CPU.
+export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 python=.venv/bin/python
 
 usage() {

@@ -26,11 +26,12 @@ PEERS = HERE / ".peers"
 FIELDS = ("name", "ours", "unit", "peers", "ratio", "ceiling_share", "peak_rss_mib", "runs", "note")
 SIDE_LIMIT_S = 600.0  # of one measurement, start and warm-up included
 OURS = "ours"
-# What models.use_threads sets in our own processes: peers get it too, although who runs them has it not.
+# What models.use_threads and run.sh set for our own processes: peers get it too, although who runs them has it not.
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 Row = dict[str, Any]

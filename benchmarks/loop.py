@@ -6,6 +6,7 @@ LoRA of rank 16, kl_coef 0.04, temperature 1, end tokens as they come: the mean 
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import common  # noqa: E402
 
 GROUP_SIZE, PROMPTS, NEW_TOKENS, KL_COEF, LORA_RANK, LORA_ALPHA = 4, 8, 128, 0.04, 16, 32
-SKIPPED, OUR_STEPS, PEER_STEPS, MICRO_BATCH, LIMIT_S = 2, 7, 3, 8, 900.0
+SKIPPED, OUR_STEPS, PEER_STEPS, MICRO_BATCH, LIMIT_S = 2, 7, 4, 8, 900.0
 QUICK_TOKENS, QUICK_STEPS = 12, 5
 ROUND = re.compile(r"sampled (\d+) completions, (\d+) tokens in .* waited ([0-9.]+) s")
 
@@ -50,7 +51,8 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
         watch = common.Others()
         command = [sys.executable, "-m", "splitgrpo.launch", *flags_of(job, run_dir)]
         with said.open("wb") as file:
-            process = subprocess.Popen(command, cwd=HERE.parent, stdout=file, stderr=file)
+            env = os.environ | {"GLIBC_TUNABLES": common.ALLOCATOR["GLIBC_TUNABLES"]}  # as run.sh
+            process = subprocess.Popen(command, cwd=HERE.parent, stdout=file, stderr=file, env=env)
         peak, started = 0.0, time.monotonic()
         try:
             while process.poll() is None and time.monotonic() - started < LIMIT_S:

@@ -23,6 +23,7 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
     model = model.eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None  # else it is taken where the call names none
 
     def run(prompts: list[list[int]], new_tokens: int) -> int:
         rows = [p for p in prompts for _ in range(job["group_size"])]
@@ -30,8 +31,8 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
         ids = torch.tensor([[0] * (longest - len(r)) + r for r in rows])
         mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows])
         how = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens, eos_token_id=model.generation_config.eos_token_id, pad_token_id=0,
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens,
+            eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         with torch.inference_mode():
             out = model.generate(input_ids=ids, attention_mask=mask, generation_config=how)

@@ -187,6 +187,8 @@ class Attention(torch.autograd.Function):
 
 
 def _probs(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Float32: what is rounded to bfloat16 here puts sampler and learner further apart."""
-    scores = q.float() @ k.float().transpose(-1, -2)
-    return scores.mul_(scale).masked_fill_(~mask, float("-inf")).softmax(-1)
+    """(B, K, M, L) float32: what is rounded to bfloat16 here puts sampler and learner further apart."""
+    keys = k.float().transpose(-1, -2).flatten(0, 1)
+    bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))  # (M, L)
+    scores = torch.baddbmm(bias, q.float().flatten(0, 1), keys, alpha=scale)
+    return scores.softmax(-1).unflatten(0, q.shape[:2])

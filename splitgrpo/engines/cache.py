@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 
-class Cache:
-    """All layers' keys and values. Rows that have ended leave the batch; their places here stay until their prompt leaves.
+def held_dtype(keys: Tensor) -> torch.dtype:
+    """Float32 on CPUs, so that neither scores nor probabilities are rounded; elsewhere the model's, with float32 sums."""
+    return torch.float32 if keys.device.type == "cpu" else keys.dtype
 
-    Float32 on CPUs, so that neither scores nor probabilities are rounded; elsewhere the model's dtype, with float32 sums.
-    """
+
+class Cache:
+    """All layers' keys and values. Rows that have ended leave the batch; their places here stay until their prompt leaves."""
 
     def __init__(
         self, prompt_lens: Sequence[int], group_size: int, limit: int, scale: float
@@ -36,7 +38,7 @@ class Cache:
     def add_prompts(self, k: Tensor, v: Tensor) -> None:
         """Of the next layer: (sum of lengths, K, D) each, one prompt after the other."""
         n, longest, (heads, size) = len(self.prompt_lens), max(self.prompt_lens), k.shape[1:]
-        held = torch.float32 if k.device.type == "cpu" else k.dtype
+        held = held_dtype(k)
         pair = []
         for x in (k, v):
             padded = x.new_zeros(n, heads, longest, size, dtype=held)
