@@ -80,15 +80,19 @@ class PolicyHistory:
             yield parameters
 
 
-def rows_to_measure(versions: Sequence[int], now: int, everything: bool) -> list[int]:
+def rows_to_measure(
+    versions: Sequence[int], groups: Sequence[int], now: int, everything: bool
+) -> list[int]:
     """Rows that need a forward pass of their own: all stale ones, or else, if no row is fresh, those of the newest group.
 
-    `versions` (S,) of the policies that sampled the rows. `everything` is wanted where the gap is corrected for.
+    `versions` (S,) of the policies that sampled the rows, `groups` (S,) the number of each one's group. `everything` is
+    wanted where the gap is corrected for. One group is enough for a mean, and all would cost half a step more.
     """
     stale = [i for i, v in enumerate(versions) if v != now]
     if everything or len(stale) < len(versions):
         return stale if everything else []
-    return [i for i, v in enumerate(versions) if v == max(versions)]
+    newest = max(range(len(versions)), key=lambda i: (versions[i], groups[i]), default=None)
+    return [] if newest is None else [i for i, g in enumerate(groups) if g == groups[newest]]
 
 
 def old_policy_logprobs(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from splitgrpo.vocab import exact_bfloat16_products
+
 # Larger score matrices go to torch's own attention, which never holds one whole.
 MAX_SCORES = 1 << 25
 
@@ -190,5 +192,6 @@ def _probs(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     """(B, K, M, L) float32: what is rounded to bfloat16 here puts sampler and learner further apart."""
     keys = k.float().transpose(-1, -2).flatten(0, 1)
     bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))  # (M, L)
-    scores = torch.baddbmm(bias, q.float().flatten(0, 1), keys, alpha=scale)
+    with exact_bfloat16_products(k):
+        scores = torch.baddbmm(bias, q.float().flatten(0, 1), keys, alpha=scale)
     return scores.softmax(-1).unflatten(0, q.shape[:2])

@@ -91,13 +91,14 @@ def optimizer_step(
     Returns `step_metrics`, equal on all ranks; None when a signal came, with the weights untouched. A step whose loss or
     gradient is not finite on any rank leaves the weights as they were on all: applied is 0.0.
     """
-    rows = [(r, g.policy_version) for g in groups for r in g.rollouts]
+    rows = [(r, number) for number, g in enumerate(groups) for r in g.rollouts]
     kept = [i for i, (r, _) in enumerate(rows) if r.finished or not plan.mask_truncated]
-    rollouts, versions = [rows[i][0] for i in kept], [rows[i][1] for i in kept]
+    rollouts, group_of = [rows[i][0] for i in kept], [rows[i][1] for i in kept]
+    versions = [groups[n].policy_version for n in group_of]
     advantages = advantages[kept]
     measured = old_policy_logprobs(
         engine.module, plan.history, rollouts, versions,
-        rows_to_measure(versions, version, plan.correction is not None),
+        rows_to_measure(versions, group_of, version, plan.correction is not None),
         ranks=plan.ranks, micro_batch_size=plan.micro_batch_size, packed=plan.packed, pad_id=plan.pad_id, bump=plan.bump,
     )  # fmt: skip
     aggregation = aggregation_of(plan.loss_fn, plan.loss_options)

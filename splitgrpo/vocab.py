@@ -129,4 +129,4 @@ def _logprobs(
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """(N, U) x (N, U) -> (N, 1), row by row."""
-    return torch.linalg.vecdot(a, b)[:, None]
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0]  # vecdot writes all products first

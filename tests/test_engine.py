@@ -11,7 +11,7 @@ from splitgrpo.engines.base import Sampling
 from splitgrpo.engines.draw import draw, uniforms
 from splitgrpo.engines.hf import HFEngine, end_token_ids
 from splitgrpo.logprobs import filter_logits, token_entropy, token_logprobs, use_float32_output
-from splitgrpo.mismatch import MismatchAlarm
+from splitgrpo.mismatch import MismatchAlarm, rows_to_measure
 from splitgrpo.models import add_lora, load_base
 from splitgrpo.policy import PolicyModule
 
@@ -283,6 +283,15 @@ def test_the_entropy_is_a_number_and_not_in_the_gradient_unless_asked_for():
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
     assert token_entropy(torch.zeros(1, 8), 1.0, 0, 1.0).item() == pytest.approx(np.log(8))
     assert token_entropy(torch.zeros(1, 8), 1.0, 0, 0.5).item() == pytest.approx(np.log(4))
+
+
+def test_a_forward_pass_for_the_mismatch_is_made_of_one_group_and_only_where_no_row_is_fresh():
+    groups = [0, 0, 1, 1, 2, 2]
+    assert rows_to_measure([4, 4, 6, 6, 6, 6], groups, 7, False) == [4, 5]
+    assert rows_to_measure([6, 6, 6, 6, 5, 5], groups, 7, False) == [2, 3]
+    assert rows_to_measure([6, 6, 7, 7, 6, 6], groups, 7, False) == []
+    assert rows_to_measure([6, 6, 7, 7, 6, 6], groups, 7, True) == [0, 1, 4, 5]
+    assert rows_to_measure([], [], 7, False) == []
 
 
 def test_a_jump_of_the_mismatch_is_said_at_once_with_its_cause_and_then_now_and_again():

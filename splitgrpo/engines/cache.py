@@ -32,8 +32,9 @@ class Cache:
         self.bias: Tensor | None = (
             None  # (n * K, 1, P) float32, -inf where a shorter prompt has nothing
         )
-        self._prompt: list[tuple[Tensor, Tensor]] = []  # (n * K, P, D)
-        self._drawn: list[tuple[Tensor, Tensor]] = []  # (n * K * G, T, D)
+        # Keys lie as their product with a query wants them, (…, D, P or T); values (…, P or T, D).
+        self._prompt: list[tuple[Tensor, Tensor]] = []  # n * K
+        self._drawn: list[tuple[Tensor, Tensor]] = []  # n * K * G
 
     def add_prompts(self, k: Tensor, v: Tensor) -> None:
         """Of the next layer: (sum of lengths, K, D) each, one prompt after the other."""
@@ -45,9 +46,10 @@ class Cache:
             for i, one in enumerate(x.split(list(self.prompt_lens))):
                 padded[i, :, : len(one)] = one.transpose(0, 1)
             pair.append(padded.flatten(0, 1))
-        self._prompt.append((pair[0], pair[1]))
-        shape = (n * heads * self.group_size, self.limit, size)
-        self._drawn.append((k.new_empty(shape, dtype=held), k.new_empty(shape, dtype=held)))
+        self._prompt.append((pair[0].transpose(1, 2).contiguous(), pair[1]))
+        rows = n * heads * self.group_size
+        new_k = k.new_empty(rows, size, self.limit, dtype=held)
+        self._drawn.append((new_k, k.new_empty(rows, self.limit, size, dtype=held)))
         if min(self.prompt_lens) < longest and self.bias is None:
             lens = torch.tensor(self.prompt_lens, device=k.device)
             beyond = torch.arange(longest, device=k.device) >= lens[:, None]
@@ -76,14 +78,14 @@ class Cache:
         """One new token a row, the t-th that is drawn: q (B, A, D), k and v (B, K, D) -> (B, A * D)."""
         (prompt_k, prompt_v), (drawn_k, drawn_v) = self._prompt[layer], self._drawn[layer]
         n, group, heads, size = len(self.numbers), self.group_size, k.shape[1], q.shape[-1]
-        for to, new in ((drawn_k, k), (drawn_v, v)):
-            place = to.view(n, heads, group, self.limit, size)[:, :, :, t]
-            place.copy_(self._grid(new).view(n, group, heads, size).transpose(1, 2))
+        for place, new in ((drawn_k[:, :, t], k), (drawn_v[:, t], v)):
+            new = self._grid(new).view(n, group, heads, size).transpose(1, 2)
+            place.unflatten(0, (n, heads, group)).copy_(new)
         # All completions of a prompt are rows of one product with its keys: (n, K, G, R, D).
         wide = q.new_empty(n, heads, group, q.shape[1] // heads, size, dtype=drawn_k.dtype)
         wide.copy_(self._grid(q).view(n, group, heads, -1, size).transpose(1, 2))
         shared = self._scores(wide.view(n * heads, -1, size), prompt_k, self.bias)
-        own = self._scores(wide.view(n * heads * group, -1, size), drawn_k[:, : t + 1], None)
+        own = self._scores(wide.view(n * heads * group, -1, size), drawn_k[:, :, : t + 1], None)
         longest = shared.shape[-1]
         scores = torch.cat([shared.view(len(own), -1, longest), own], dim=-1)
         probs = scores.softmax(dim=-1).to(drawn_v.dtype)
@@ -109,8 +111,7 @@ class Cache:
         return grid
 
     def _scores(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-        """(X, M, D) x (X, L, D) -> (X, M, L) float32: a score near 20 in bfloat16 is rounded to 1/16."""
-        k = k.transpose(1, 2)
+        """(X, M, D) x (X, D, L) -> (X, M, L) float32: a score near 20 in bfloat16 is rounded to 1/16."""
         if q.dtype == torch.float32:
             to = q.new_empty(1, 1, 1) if bias is None else bias
             return torch.baddbmm(to, q, k, beta=0 if bias is None else 1, alpha=self.scale)
