@@ -17,7 +17,7 @@ def held_dtype(keys: Tensor) -> torch.dtype:
 
 
 class Cache:
-    """All layers' keys and values. Rows that have ended leave the batch; their places here stay until their prompt leaves."""
+    """All layers' keys and values. Rows that have ended leave the batch; their places stay until their prompt leaves."""
 
     def __init__(
         self, prompt_lens: Sequence[int], group_size: int, limit: int, scale: float
