@@ -1,7 +1,7 @@
 """The sampler's peers: transformers' generate, and vLLM, on prompts given as token ids; each in a process of its own.
 
-Run by benchmarks/sampler.py, transformers with the project's Python, vLLM with its own. Neither has an adapter, keeps
-log-probs, or reloads: all three are in the peers' favour.
+Run by benchmarks/sampler.py, transformers with the project's Python, vLLM with its own. Neither has an adapter or keeps
+log-probs, in their favour; where the job names an adapter, vLLM does what our engine does: that adapter, and log-probs.
 """
 
 import os
@@ -55,19 +55,32 @@ def with_vllm(job: dict[str, Any]) -> dict[str, Any]:
 
     rows = len(job["prompts"]) * job["group_size"]
     longest = max(map(len, [*job["prompts"], *job["warm"]])) + job["new_tokens"]
+    adapter, lora = job.get("adapter"), None
+    more: dict[str, Any] = {}
+    if adapter:
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest("benchmark", 1, adapter)
+        more = {
+            "enable_lora": True,
+            "max_lora_rank": job["lora_rank"],
+            "max_loras": 1,
+            "logprobs_mode": "processed_logprobs",
+        }
     llm = LLM(
         model=job["model"], skip_tokenizer_init=True, dtype=job["dtype"], max_num_seqs=rows,
         max_model_len=min(longest + 16, job["max_len"]), enforce_eager=job["enforce_eager"],
         enable_prefix_caching=True, block_size=32,  # its default of 128 on a CPU would share no short prompt
-        disable_log_stats=True, seed=0,
+        disable_log_stats=True, seed=0, **more,
     )  # fmt: skip
 
     def run(prompts: list[list[int]], new_tokens: int) -> int:
         how = SamplingParams(
             n=job["group_size"], temperature=1.0, top_k=0, top_p=1.0, ignore_eos=True,
-            min_tokens=0, max_tokens=new_tokens, detokenize=False,
+            min_tokens=0, max_tokens=new_tokens, detokenize=False, logprobs=0 if adapter else None,
         )  # fmt: skip
-        out = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
+        asked = [{"prompt_token_ids": p} for p in prompts]
+        out = llm.generate(asked, how, use_tqdm=False, lora_request=lora)
         return sum(len(c.token_ids) for o in out for c in o.outputs)
 
     return speed(run, job)

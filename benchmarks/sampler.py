@@ -1,10 +1,11 @@
 """New tokens a second: our engines against transformers' generate and vLLM.
 
 Ours hold a LoRA adapter of rank 16 on every linear layer with random non-zero values, and keep the log-prob of each token;
-the peers have neither. Nobody stops at an end token, so all draw the same number of tokens.
+the peers have neither, but for "vllm, with LoRA". Nobody stops at an end token, so all draw the same number of tokens.
 """
 
 import argparse
+import functools
 import itertools
 import logging
 import sys
@@ -18,6 +19,7 @@ import ceiling  # noqa: E402
 import common  # noqa: E402
 
 LORA_RANK, LORA_ALPHA, B_STD = 16, 32, 0.02
+VLLM_LORA_TOKENS = 16
 # name, prompts, group size, new tokens, calls timed together, dtype; the demo's sizes are those of its recipe.
 WORKLOADS = (
     ("SmolLM2-135M, 8 x 4 x 128", 8, 4, 128, 1, "bfloat16"),
@@ -52,6 +54,15 @@ def make_adapter(model_path: str, dtype: Any, folder: Path) -> Any:
     )  # fmt: skip
     publisher.publish(0, tensors)
     return read_newest(folder)
+
+
+@functools.cache
+def adapter_folder(model_path: str, dtype: str, folder: Path) -> str:
+    """`make_adapter`'s, as an ordinary PEFT folder that vLLM loads."""
+    import torch
+
+    adapter = make_adapter(model_path, getattr(torch, dtype), folder)
+    return str(folder / adapter.pointer.folder)
 
 
 def build_engine(model_path: str, dtype: Any, job: dict[str, Any]) -> Any:
@@ -134,7 +145,12 @@ def sides_of(job: dict[str, Any], *, quick: bool) -> dict[str, Any]:
     }
     if not quick:
         # Eager is four times as fast here as its compiled graph (380 against 92 tokens/s), and starts a minute sooner.
-        sides["vllm"] = side("vllm", "peer_generate.py", "vllm", enforce_eager=True)
+        vllm = functools.partial(side, "vllm", "peer_generate.py", "vllm", enforce_eager=True)
+        sides["vllm"] = vllm()
+        if job["adapter"]:
+            # Each of its tokens costs as much as the last, and 128 of them minutes.
+            same = {"lora_rank": LORA_RANK, "new_tokens": VLLM_LORA_TOKENS}
+            sides["vllm, with LoRA"] = vllm(adapter=job["adapter"], **same)
     return sides
 
 
@@ -154,7 +170,10 @@ def rows(args: argparse.Namespace) -> list[common.Row]:
                 "model": model, "dtype": dtype, "threads": common.all_threads(), "group_size": group_size,
                 "new_tokens": new_tokens, "repeat": repeat, "prompts": prompts[:num_prompts],
                 "warm": prompts[num_prompts:], "max_len": 128 if is_demo else 2048,
+                "adapter": "",
             }  # fmt: skip
+            if not (args.quick or is_demo):
+                job["adapter"] = adapter_folder(model, dtype, args.work / "adapter")
             common.say(title)
             results, notes = common.interleave(sides_of(job, quick=args.quick), args.runs)
             skinny = num_prompts * group_size == ceiling.SKINNY_ROWS  # the rate was measured with
@@ -168,7 +187,7 @@ def rows(args: argparse.Namespace) -> list[common.Row]:
             continue
         words = [
             f"{dtype}, {job['threads']} threads",
-            "ours with LoRA and log-probs, peers without",
+            "ours with LoRA and log-probs, peers without but where it says so",
         ]
         out.append(
             common.row(

@@ -4,7 +4,8 @@ The gradient does not depend on the split: the loss of each micro-batch is divid
 Shapes: B rows, L length, R ranks.
 """
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -71,24 +72,27 @@ def plan_packed(
     groups: dict[bytes, list[int]] = {}
     for i, r in enumerate(rollouts):
         groups.setdefault(_prompt(r).tobytes(), []).append(i)
-    lengths = [len(r.token_ids) for r in rollouts]
-    budget = micro_batch_size * max(lengths, default=0)
-
-    def cost(rows: Sequence[int]) -> int:
-        return sum(rollouts[i].completion_len for i in rows) + len(_prompt(rollouts[rows[0]]))
-
-    num_bins = num_ranks * max(1, -(-sum(map(cost, groups.values())) // max(1, num_ranks * budget)))
+    budget = micro_batch_size * max((len(r.token_ids) for r in rollouts), default=0)
+    completion_lens = np.array([r.completion_len for r in rollouts])
+    whole = [(rows, len(_prompt(rollouts[rows[0]]))) for rows in groups.values()]
+    total = sum(prompt_len + int(completion_lens[rows].sum()) for rows, prompt_len in whole)
+    num_bins = num_ranks * max(1, -(-total // max(1, num_ranks * budget)))
+    num_cut = [1] * len(whole)
     while rollouts:
         share = -(-num_bins // len(groups))  # pieces of each group, so that no bin need stay empty
-        pieces = [p for rows in groups.values() for p in _cut(rows, share, cost, budget)]
+        pieces = []
+        for i, (rows, prompt_len) in enumerate(whole):
+            cut = _cut(rows, completion_lens[rows], prompt_len, max(share, num_cut[i]), budget)
+            num_cut[i] = len(cut)  # fewer were too few: none of the next rounds tries them again
+            pieces += cut
         bins: list[list[int]] = [[] for _ in range(num_bins)]
-        load = [0] * num_bins
-        for piece in sorted(pieces, key=lambda rows: (-cost(rows), rows[0])):
-            least = load.index(min(load))
-            bins[least] += piece
-            load[least] += cost(piece)
-        if max(load) <= budget:
-            order = sorted(range(num_bins), key=lambda b: -load[b])
+        load = [(0, b) for b in range(num_bins)]  # a heap
+        for cost, rows in sorted(pieces, key=lambda piece: (-piece[0], piece[1][0])):
+            least, b = load[0]
+            bins[b] += rows
+            heapq.heapreplace(load, (least + cost, b))
+        if max(load)[0] <= budget:
+            order = [b for _, b in sorted(load, key=lambda found: (-found[0], found[1]))]
             return [
                 [bins[b] for b in order[start : start + num_ranks]]
                 for start in range(0, num_bins, num_ranks)
@@ -98,14 +102,22 @@ def plan_packed(
 
 
 def _cut(
-    rows: Sequence[int], num_pieces: int, cost: Callable[[Sequence[int]], int], budget: int
-) -> list[list[int]]:
-    """Cut a group into `num_pieces` of equal numbers of rows, or into more where one would cost more than `budget`."""
-    num_pieces = min(num_pieces, len(rows))
-    pieces = [list(p) for p in np.array_split(np.array(rows), num_pieces)]
-    if num_pieces < len(rows) and max(map(cost, pieces)) > budget:
-        return _cut(rows, num_pieces + 1, cost, budget)
-    return [[int(i) for i in p] for p in pieces]
+    rows: Sequence[int], completion_lens: np.ndarray, prompt_len: int, num_pieces: int, budget: int
+) -> list[tuple[int, list[int]]]:
+    """Cut a group into `num_pieces` of equal numbers of rows, or into more where one would cost more than `budget`.
+
+    Returns each piece's cost and rows.
+    """
+    n = len(rows)
+    sums = np.concatenate([[0], completion_lens.cumsum()])
+    least = -(-int(sums[-1]) // max(1, budget - prompt_len))
+    for num in range(min(max(num_pieces, least), n), n + 1):
+        size, longer = divmod(n, num)
+        ends = size * np.arange(num + 1) + np.minimum(np.arange(num + 1), longer)
+        costs = np.diff(sums[ends]) + prompt_len
+        if costs.max() <= budget:
+            break
+    return [(int(c), list(rows[s:e])) for c, s, e in zip(costs, ends, ends[1:], strict=False)]
 
 
 def _prompt(r: Rollout) -> np.ndarray:
