@@ -26,7 +26,8 @@ PEERS = HERE / ".peers"
 FIELDS = ("name", "ours", "unit", "peers", "ratio", "ceiling_share", "peak_rss_mib", "runs", "note")
 SIDE_LIMIT_S = 600.0  # of one measurement, start and warm-up included
 OURS = "ours"
-# What models.use_threads and run.sh set for our own processes: peers get it too, although who runs them has it not.
+TUNED = ", our allocator"  # ends the name of a side that is a peer with ALLOCATOR, where the other is as it is installed
+# What models.use_threads and run.sh set for our own processes.
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -102,13 +103,17 @@ def measure(
     job: Mapping[str, Any],
     *,
     env: Mapping[str, str] | None = None,
+    tuned: bool = True,
     limit_s: float = SIDE_LIMIT_S,
 ) -> dict[str, Any]:
-    """Run benchmarks/`script` on a job; returns the JSON object on its last line. Raises Missing with its last words."""
+    """Run benchmarks/`script` on a job; returns the JSON object on its last line. Raises Missing with its last words.
+
+    `tuned`: with ALLOCATOR.
+    """
     threads = str(job["threads"])
     own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
            "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore",
-           **ALLOCATOR}  # fmt: skip
+           **(ALLOCATOR if tuned else {})}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))

@@ -122,20 +122,21 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 def sides_of(job: dict[str, Any], *, trl: bool) -> dict[str, Any]:
     """By side, what measures it."""
 
-    def side(name: str, script: str, peer: str | None = None) -> Any:
+    def side(name: str, script: str, peer: str | None = None, *, tuned: bool = True) -> Any:
         def run() -> dict[str, Any]:
             python = sys.executable if peer is None else common.python_of(peer)
-            return common.measure(python, script, job | {"side": name})
+            return common.measure(python, script, job | {"side": name}, tuned=tuned)
 
         return run
 
     sides = {
         common.OURS: side("ours", "learner.py"),
         "plain": side("plain", "learner.py"),
-        "padded peft": side("padded peft", "peer_learner.py"),
+        "padded peft": side("padded peft", "peer_learner.py", tuned=False),
+        "padded peft" + common.TUNED: side("padded peft", "peer_learner.py"),
     }
     if trl:
-        sides["trl"] = side("trl step", "peer_trl.py", "trl")
+        sides["trl"] = side("trl step", "peer_trl.py", "trl", tuned=False)
     return sides
 
 

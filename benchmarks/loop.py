@@ -5,6 +5,7 @@ LoRA of rank 16, kl_coef 0.04, temperature 1, end tokens as they come: the mean 
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import common  # noqa: E402
 
 GROUP_SIZE, PROMPTS, NEW_TOKENS, KL_COEF, LORA_RANK, LORA_ALPHA = 4, 8, 128, 0.04, 16, 32
-SKIPPED, OUR_STEPS, PEER_STEPS, MICRO_BATCH, LIMIT_S = 2, 7, 4, 8, 900.0
+SKIPPED, OUR_STEPS, PEER_STEPS, MICRO_BATCH, LIMIT_S = 2, 6, 3, 8, 900.0
 QUICK_TOKENS, QUICK_STEPS = 12, 5
 ROUND = re.compile(r"sampled (\d+) completions, (\d+) tokens in .* waited ([0-9.]+) s")
 
@@ -113,7 +114,7 @@ def summary(steps: list[dict[str, Any]], rounds: list[Any], completions: int) ->
     }
 
 
-def trl(job: dict[str, Any]) -> dict[str, Any]:
+def trl(job: dict[str, Any], *, tuned: bool) -> dict[str, Any]:
     """The peer's steps after its first, by peer_trl.py. Raises common.Missing."""
     python = common.python_of("trl")
     rows = trl_rows(job["data"], job["model"])
@@ -124,7 +125,11 @@ def trl(job: dict[str, Any]) -> dict[str, Any]:
         "micro_batch": MICRO_BATCH,
     }
     found = common.measure(
-        python, "peer_trl.py", job | peer | {"max_steps": job["peer_steps"]}, limit_s=LIMIT_S
+        python,
+        "peer_trl.py",
+        job | peer | {"max_steps": job["peer_steps"]},
+        limit_s=LIMIT_S,
+        tuned=tuned,
     )
     total = {
         k: sum(s[k] for s in found["steps"])
@@ -169,9 +174,10 @@ def rows(args: argparse.Namespace) -> list[common.Row]:
     except common.Missing as error:
         return [common.row(title, "completions/s", {}, note=str(error))]
     common.say(title)
-    sides = {common.OURS: lambda: ours(job)}
+    sides: dict[str, Any] = {common.OURS: functools.partial(ours, job)}
     if not args.quick:
-        sides["trl"] = lambda: trl(job)
+        for tuned in (False, True):
+            sides["trl" + common.TUNED * tuned] = functools.partial(trl, job, tuned=tuned)
     # A run is minutes long and holds several steps of its own.
     results, notes = common.interleave(sides, min(args.runs, 2))
     words = [f"up to {job['new_tokens']} new tokens, max_staleness 1, a thread a worker"]

@@ -45,6 +45,7 @@ def rows(args: argparse.Namespace) -> list[common.Row]:
     }  # fmt: skip
     common.say(title)
     sides = learner.sides_of(job, trl=False)
+    sides = {k: v for k, v in sides.items() if not k.endswith(common.TUNED)}
     if args.quick:
         del sides["plain"]
     results, notes = common.interleave(sides, 1)

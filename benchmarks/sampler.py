@@ -129,24 +129,28 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def sides_of(job: dict[str, Any], *, quick: bool) -> dict[str, Any]:
-    """By side, what measures it: ours, our plain engine, and the peers."""
+    """By side, what measures it: ours, our plain engine, and the peers, with our allocator's settings and without."""
 
-    def side(name: str, script: str, peer: str | None = None, **more: Any) -> Any:
+    def side(script: str, peer: str | None = None, tuned: bool = True, **more: Any) -> Any:
         def run() -> dict[str, Any]:
-            python = sys.executable if peer is None else common.python_of(peer)
-            return common.measure(python, script, job | {"side": name} | more)
+            python = sys.executable if peer in (None, "transformers") else common.python_of(peer)
+            return common.measure(
+                python, script, job | {"side": peer or "ours"} | more, tuned=tuned
+            )
 
         return run
 
+    generate = functools.partial(side, "peer_generate.py", "transformers")
     sides = {
-        common.OURS: side("ours", "sampler.py"),
-        "plain": side("plain", "sampler.py"),
-        "transformers": side("transformers", "peer_generate.py"),
+        common.OURS: side("sampler.py"),
+        "plain": side("sampler.py", side="plain"),
+        "transformers": generate(tuned=False),
+        "transformers" + common.TUNED: generate(),
     }
     if not quick:
         # Eager is four times as fast here as its compiled graph (380 against 92 tokens/s), and starts a minute sooner.
-        vllm = functools.partial(side, "vllm", "peer_generate.py", "vllm", enforce_eager=True)
-        sides["vllm"] = vllm()
+        vllm = functools.partial(side, "peer_generate.py", "vllm", enforce_eager=True)
+        sides |= {"vllm": vllm(tuned=False), "vllm" + common.TUNED: vllm()}
         if job["adapter"]:
             # Each of its tokens costs as much as the last, and 128 of them minutes.
             same = {"lora_rank": LORA_RANK, "new_tokens": VLLM_LORA_TOKENS}

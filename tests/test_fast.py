@@ -1,6 +1,7 @@
 """Every fast path gives what the plain one gives: the same tokens, log-probs, losses and gradients."""
 
 import logging
+import types
 from itertools import chain
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from splitgrpo import packed, vocab
+from splitgrpo.adapters import adapter_parameters
 from splitgrpo.batching import collate, plan_packed
 from splitgrpo.decoder import Decoder, why_unsupported
 from splitgrpo.engines.base import Sampling
@@ -118,16 +120,18 @@ def test_a_base_model_without_any_adapter_is_sampled_too():
     assert_same_groups(*(generate(e, PROMPTS, 3, sampling, seed=2) for e in (plain, fast)))
 
 
-def test_an_adapter_copied_into_the_model_is_at_once_the_one_that_is_sampled_and_the_base_is_untouched():
+def test_an_adapter_that_is_installed_is_at_once_the_one_that_is_sampled_and_the_base_is_untouched():
     plain, fast = both_engines()
     base = {n: p.clone() for n, p in plain.model.named_parameters() if "lora" not in n}
     sampling = Sampling(1.0, 0, 1.0, max_new_tokens=15)
     before = generate(fast, PROMPTS, 3, sampling, seed=2)
+    have = adapter_parameters(plain.model)
+    adapter = types.SimpleNamespace(
+        tensors={key: torch.randn(p.shape) * 0.3 for key, p in have.items()},
+        config=plain.model.peft_config["default"], pointer=types.SimpleNamespace(folder="v000001.L1"),
+    )  # fmt: skip
     for engine in (plain, fast):
-        torch.manual_seed(9)
-        for name, p in engine.model.named_parameters():
-            if "lora" in name:
-                p.data.copy_(torch.randn(p.shape) * 0.3)
+        engine.install(adapter)
     after = generate(fast, PROMPTS, 3, sampling, seed=2)
     assert_same_groups(generate(plain, PROMPTS, 3, sampling, seed=2), after)
     assert any(len(a.token_ids) != len(b.token_ids) or (a.token_ids != b.token_ids).any()
@@ -276,6 +280,21 @@ def test_a_group_is_kept_together_so_that_its_prompt_is_computed_once():
             assert all(prompts.count(p) == 4 for p in prompts)
     batch = collate(rollouts, torch.ones(12), [0, 3, 6, 9], 0, packed=True)
     assert len(batch.packing.source) == 5 + 4 * 3  # a row's last token predicts nothing
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_very_many_completions_of_one_prompt_are_planned_at_once_and_within_the_budget(
+    micro_batch_size,
+):
+    rollouts = rollouts_of([(0, 1 + i % 40) for i in range(1200)])
+    plan = plan_packed(rollouts, 1, micro_batch_size)
+    assert sorted(i for micro in plan for rows in micro for i in rows) == list(range(1200))
+    prompt = len(rollouts[0].token_ids) - rollouts[0].completion_len
+    budget = micro_batch_size * max(len(r.token_ids) for r in rollouts)
+    for micro in plan:
+        for rows in micro:
+            assert prompt + sum(rollouts[i].completion_len for i in rows) <= budget
 
 
 # ---- the vocabulary in parts ----------------------------------------------------------------------
