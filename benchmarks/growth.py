@@ -76,8 +76,8 @@ def table(title: str, unit: str, xs: Sequence[float], found: Sequence[tuple[floa
     lines = [f"**{title}**", "", head, "|---|---|---|---|"]
     for x, (sampler_s, learner_s, mib) in zip(xs, found, strict=True):
         lines.append(f"| {x:,.0f} | {sampler_s:.2f} | {learner_s:.2f} | {mib:,.0f} |")
-    laws = [law(xs, [f[i] for f in found])[1] for i in range(3)]
-    lines.append("| law: x to the power | " + " | ".join(f"{b:.2f}" for b in laws) + " |")
+    laws = [law(xs, [f[i] for f in found]) for i in range(3)]
+    lines.append("| law | " + " | ".join(f"{a:.2g} x^{b:.2f}" for a, b in laws) + " |")
     return "\n".join(lines)
 
 
