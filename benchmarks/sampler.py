@@ -62,7 +62,7 @@ def adapter_folder(model_path: str, dtype: str, folder: Path) -> str:
     import torch
 
     adapter = make_adapter(model_path, getattr(torch, dtype), folder)
-    return str(folder / adapter.pointer.folder)
+    return str(folder / "adapters" / adapter.pointer.folder)
 
 
 def build_engine(model_path: str, dtype: Any, job: dict[str, Any]) -> Any:
@@ -128,8 +128,11 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     return {"tokens_per_s": sum(counts) / seconds, "seconds": seconds}
 
 
-def sides_of(job: dict[str, Any], *, quick: bool) -> dict[str, Any]:
-    """By side, what measures it: ours, our plain engine, and the peers, with our allocator's settings and without."""
+def sides_of(job: dict[str, Any], adapter: str, *, quick: bool) -> dict[str, Any]:
+    """By side, what measures it: ours, our plain engine, and the peers, with our allocator's settings and without.
+
+    `adapter`: a PEFT folder for vLLM's side with LoRA; without one that side is left out.
+    """
 
     def side(script: str, peer: str | None = None, tuned: bool = True, **more: Any) -> Any:
         def run() -> dict[str, Any]:
@@ -148,13 +151,13 @@ def sides_of(job: dict[str, Any], *, quick: bool) -> dict[str, Any]:
         "transformers" + common.TUNED: generate(),
     }
     if not quick:
-        # Eager is four times as fast here as its compiled graph (380 against 92 tokens/s), and starts a minute sooner.
+        # Which of the two is faster depends on the CPU: 380 against 92 tokens/s on one, 660 against 840 on another.
         vllm = functools.partial(side, "peer_generate.py", "vllm", enforce_eager=True)
-        sides |= {"vllm": vllm(tuned=False), "vllm" + common.TUNED: vllm()}
-        if job["adapter"]:
-            # Each of its tokens costs as much as the last, and 128 of them minutes.
+        sides |= {"vllm": vllm(tuned=False), "vllm, compiled": vllm(tuned=False, enforce_eager=False)}
+        if adapter:
+            # Each of its tokens costs as much as the last, and 128 of them minutes. Compiled it is no faster.
             same = {"lora_rank": LORA_RANK, "new_tokens": VLLM_LORA_TOKENS}
-            sides["vllm, with LoRA"] = vllm(adapter=job["adapter"], **same)
+            sides["vllm, with LoRA"] = vllm(adapter=adapter, **same)
     return sides
 
 
@@ -174,12 +177,11 @@ def rows(args: argparse.Namespace) -> list[common.Row]:
                 "model": model, "dtype": dtype, "threads": common.all_threads(), "group_size": group_size,
                 "new_tokens": new_tokens, "repeat": repeat, "prompts": prompts[:num_prompts],
                 "warm": prompts[num_prompts:], "max_len": 128 if is_demo else 2048,
-                "adapter": "",
             }  # fmt: skip
-            if not (args.quick or is_demo):
-                job["adapter"] = adapter_folder(model, dtype, args.work / "adapter")
+            bare = args.quick or is_demo
+            adapter = "" if bare else adapter_folder(model, dtype, args.work / "adapter")
             common.say(title)
-            results, notes = common.interleave(sides_of(job, quick=args.quick), args.runs)
+            results, notes = common.interleave(sides_of(job, adapter, quick=args.quick), args.runs)
             skinny = num_prompts * group_size == ceiling.SKINNY_ROWS  # the rate was measured with
             limit = (
                 ceiling.sampling_ceiling(model, dtype, job["threads"], args.quick)
