@@ -153,7 +153,10 @@ def sides_of(job: dict[str, Any], adapter: str, *, quick: bool) -> dict[str, Any
     if not quick:
         # Which of the two is faster depends on the CPU: 380 against 92 tokens/s on one, 660 against 840 on another.
         vllm = functools.partial(side, "peer_generate.py", "vllm", enforce_eager=True)
-        sides |= {"vllm": vllm(tuned=False), "vllm, compiled": vllm(tuned=False, enforce_eager=False)}
+        sides |= {
+            "vllm": vllm(tuned=False),
+            "vllm, compiled": vllm(tuned=False, enforce_eager=False),
+        }
         if adapter:
             # Each of its tokens costs as much as the last, and 128 of them minutes. Compiled it is no faster.
             same = {"lora_rank": LORA_RANK, "new_tokens": VLLM_LORA_TOKENS}
