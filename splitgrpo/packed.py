@@ -60,9 +60,13 @@ class Packing:
 
 
 def pack_rows(
-    prompts: Sequence[np.ndarray], completion_lens: Sequence[int], row_len: int
+    prompts: Sequence[np.ndarray],
+    completion_lens: Sequence[int],
+    row_len: int,
+    *,
+    share: bool = True,
 ) -> Packing:
-    """Pack rows of padded length `row_len`; rows that follow each other with equal prompts share it."""
+    """Pack rows of padded length `row_len`; rows that follow each other with equal prompts `share` it."""
     source: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     before: list[np.ndarray] = []
@@ -70,7 +74,7 @@ def pack_rows(
     start = row = 0
     while row < len(prompts):
         end = row + 1
-        while end < len(prompts) and np.array_equal(prompts[end], prompts[row]):
+        while share and end < len(prompts) and np.array_equal(prompts[end], prompts[row]):
             end += 1
         p, at = len(prompts[row]), start + len(prompts[row])
         source.append(row * row_len + np.arange(p))

@@ -100,6 +100,15 @@ PATTERNS = {"alpha": {"alpha_pattern": {"k_proj": 9, "down_proj": 2}}, "rank": {
             "rslora": {"use_rslora": True}}  # fmt: skip
 
 
+@pytest.mark.parametrize("prompts", [[[4, 5, 6]] * 2, [[4]] * 3, [[4, 5, 6], [7], [7], [4, 5, 6]]])
+def test_equal_prompts_in_one_round_are_sampled_each_for_itself(prompts):
+    """A set of one problem, or the end of one epoch and the beginning of the next."""
+    prompts = [np.array(p, np.int32) for p in prompts]
+    sampling = Sampling(1.0, 0, 1.0, max_new_tokens=12)
+    one, other = (generate(e, prompts, 2, sampling, seed=1) for e in both_engines())
+    assert_same_groups(one, other)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_layers_of_unequal_rank_and_scaling_are_fused_too(pattern):
     plain, fast = both_engines(**pattern)

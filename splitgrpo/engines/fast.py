@@ -179,7 +179,8 @@ class FastEngine(HFEngine):
     ) -> tuple[Tensor, Cache]:
         """Compute each prompt once: the (n * G, H) hidden state that the first token is drawn from, and the cache."""
         lens = [len(p) for p in prompts]
-        packing = pack_rows(prompts, [1] * len(prompts), max(lens)).to(self.device)
+        # The cache wants the keys of every prompt, of equal ones too.
+        packing = pack_rows(prompts, [1] * len(prompts), max(lens), share=False).to(self.device)
         attend = PackedAttention(packing, self.decoder.num_kv_heads, self.decoder.scale)
         cache = Cache(lens, num_completions, limit, self.decoder.scale)
 
