@@ -4,7 +4,8 @@
     python benchmarks/run.py [--only sampler,learner] [--runs 3] [--quick]
 
 Quote ratios (ours / peer): the machine is noisy, and ours and peers are measured in turn so that noise hits all. Whatever is
-missing becomes a row with a note. SPLITGRPO_BENCH_PATIENCE_S=120 waits so long before each measurement for quiet cores.
+missing becomes a row with a note. A run of some topics, a quick one and one that is interrupted leave latest.json alone: their
+rows are in results/part.json. SPLITGRPO_BENCH_PATIENCE_S=120 waits so long before each measurement for quiet cores.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import common  # noqa: E402
 
 TOPICS = ("ceiling", "sampler", "learner", "memory", "loop", "transport", "startup", "reload")
 RESULTS = HERE / "results" / "latest.json"
+PART = RESULTS.with_name("part.json")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,7 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--data", type=existing, default=os.environ.get("SPLITGRPO_GSM8K"),
         help="GSM8K, a folder or a file (default: SPLITGRPO_GSM8K, else the embedded arithmetic)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="where the rows go as JSON (default: as said above)"
+    )
     return parser
 
 
@@ -170,7 +174,11 @@ def main(argv: list[str] | None = None) -> int:
         for topic in args.only:
             common.say(f"-- {topic}")
             rows += rows_of(topic, args)
-            write(rows, args.out)  # what was measured stays when a later topic is interrupted
+            write(rows, args.out or PART)  # it stays when a later topic is interrupted
+    if not args.out and not args.quick and set(args.only) == set(TOPICS):
+        PART.replace(RESULTS)
+    if args.quick:
+        sys.stdout.write("Quick sizes: they show that all works, and say nothing of speed.\n\n")
     sys.stdout.write(table(rows) + "\n")
     return int(any(r["note"].startswith("failed: ") for r in rows))
 

@@ -48,6 +48,31 @@ def test_a_quick_run_writes_a_table_and_rows_of_the_agreed_shape(tmp_path):
     assert all(f"| {name} |" in done.stdout for name in names)
 
 
+def test_only_a_whole_run_replaces_the_published_results(tmp_path, monkeypatch, capsys):
+    results, part = tmp_path / "latest.json", tmp_path / "part.json"
+    monkeypatch.setattr(run, "RESULTS", results)
+    monkeypatch.setattr(run, "PART", part)
+    monkeypatch.setattr(run, "rows_of", lambda topic, args: [common.row(topic, "", {})])
+    for flags in (["--only", "memory"], ["--quick"]):
+        assert run.main(flags) == 0
+        assert part.exists()
+        assert not results.exists()
+    assert "say nothing of speed" in capsys.readouterr().out
+
+    def interrupted(topic, args):
+        if topic == "loop":
+            raise KeyboardInterrupt
+        return [common.row(topic, "", {})]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "rows_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.main([])
+    assert not results.exists()
+    assert run.main([]) == 0
+    assert [r["name"] for r in json.loads(results.read_text())] == ["machine", *run.TOPICS]
+
+
 def test_the_ceiling_is_measured_for_one_thread_and_for_all_and_counts_parameters_once(
     tmp_path, monkeypatch
 ):
