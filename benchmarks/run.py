@@ -4,8 +4,8 @@
     python benchmarks/run.py [--only sampler,learner] [--runs 3] [--quick]
 
 Quote ratios (ours / peer): the machine is noisy, and ours and peers are measured in turn so that noise hits all. Whatever is
-missing becomes a row with a note. A run of some topics, a quick one and one that is interrupted leave latest.json alone: their
-rows are in results/part.json. SPLITGRPO_BENCH_PATIENCE_S=120 waits so long before each measurement for quiet cores.
+missing becomes a row with a note. A run of some topics, a quick one and one that is interrupted leave latest.json alone:
+their rows are in results/part.json. SPLITGRPO_BENCH_PATIENCE_S=120 waits so long before each measurement for quiet cores.
 """
 
 import argparse
