@@ -6,6 +6,7 @@ Imports nothing but the standard library at module level: the peers' Pythons loa
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import machine
 
@@ -40,6 +41,39 @@ Row = dict[str, Any]
 
 class Missing(RuntimeError):
     """Something that a measurement needs is not there, or the measurement failed; the text becomes a row's note."""
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """End the process as `main` says. SIGTERM is taken as Ctrl-C: children and temporary folders go with us, in one line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(130)
+    except Missing as error:
+        say(str(error))
+        sys.exit(2)
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 up. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def names_of(known: Sequence[str], text: str) -> tuple[str, ...]:
+    """Some of the `known`, with commas between. Raises ArgumentTypeError naming the unknown one."""
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(
+                f"unknown topic {name!r}; known are {', '.join(known)}"
+            )
+    if not names:
+        raise argparse.ArgumentTypeError(f"names no topic; known are {', '.join(known)}")
+    return names
 
 
 # ---- rows ---------------------------------------------------------------------------------------

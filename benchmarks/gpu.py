@@ -266,6 +266,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, choices=range(1, 51), metavar="1..50")
     parser.add_argument("--only", type=parts_of, default=list(PARTS))
     args = parser.parse_args()
+    if args.out and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: its folder is not there")
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the learner would take a GPU that is there
     import torch
@@ -288,4 +290,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.run_main(main)

@@ -7,6 +7,7 @@ is y = a * x^b, least squares on logarithms. How a learner receives from many sa
 """
 
 import argparse
+import functools
 import math
 import sys
 import tempfile
@@ -19,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import common  # noqa: E402
 
+TOPICS = ("length", "group", "vocab", "size")
 PROMPT_TOKENS = 112
 LENGTHS, GROUPS, VOCABS = (64, 128, 256, 512), (2, 4, 8, 16), (8_192, 32_768, 131_072)
 # Layers, hidden, feed-forward; the shape of SmolLM2-135M in the middle, the head left small.
@@ -115,16 +117,16 @@ def run(topic: str, model: str, runs: int, folder: Path) -> str:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("--only", default="length,group,vocab,size")
-    parser.add_argument("--runs", type=int, default=3)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", type=functools.partial(common.names_of, TOPICS), default=TOPICS)
+    parser.add_argument("--runs", type=common.at_least_one, default=3)
     parser.add_argument("--model", default=str(HERE.parent / "models/smollm2"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for topic in args.only.split(","):
+        for topic in args.only:
             sys.stdout.write(run(topic, args.model, args.runs, Path(folder)) + "\n\n")
             sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    common.run_main(main)

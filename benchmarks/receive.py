@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "tests")]
 
+import common  # noqa: E402
 from fake_sampler import PROMPT_TOKENS, SETTINGS, VOCAB, digest_of  # noqa: E402
 
 from splitgrpo.admission import ServerPlan  # noqa: E402
@@ -114,7 +115,7 @@ def measure(load: Load, num_samplers: int, seconds: float, folder: Path) -> Foun
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each row")
     args = parser.parse_args()
     sys.stdout.write("samplers  groups/s    MB/s  CPU s per s  CPU ms a group  RSS MB   stale\n")
@@ -130,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_main(main)

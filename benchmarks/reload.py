@@ -203,4 +203,4 @@ def show(found: list[common.Row]) -> None:
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    show(rows(build_parser().parse_args()))
+    common.run_main(lambda: show(rows(build_parser().parse_args())))

@@ -9,6 +9,7 @@ their rows are in results/part.json. SPLITGRPO_BENCH_PATIENCE_S=120 waits so lon
 """
 
 import argparse
+import functools
 import importlib
 import inspect
 import json
@@ -37,9 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", type=topics, default=TOPICS, help=f"some of {','.join(TOPICS)}")
     parser.add_argument(
-        "--runs", type=at_least_one, default=3, help="of each measurement; medians count"
+        "--only",
+        type=functools.partial(common.names_of, TOPICS),
+        default=TOPICS,
+        help=f"some of {','.join(TOPICS)}",
+    )
+    parser.add_argument(
+        "--runs", type=common.at_least_one, default=3, help="of each measurement; medians count"
     )
     parser.add_argument(
         "--quick",
@@ -59,26 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="where the rows go as JSON (default: as said above)"
     )
     return parser
-
-
-def topics(text: str) -> tuple[str, ...]:
-    """Names with commas between. Raises ArgumentTypeError naming the unknown one."""
-    names = tuple(name for name in text.split(",") if name)
-    for name in names:
-        if name not in TOPICS:
-            raise argparse.ArgumentTypeError(
-                f"unknown topic {name!r}; known are {', '.join(TOPICS)}"
-            )
-    if not names:
-        raise argparse.ArgumentTypeError(f"names no topic; known are {', '.join(TOPICS)}")
-    return names
-
-
-def at_least_one(text: str) -> int:
-    """A whole number from 1 up. Raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 def existing(text: str) -> str:
@@ -184,4 +170,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.run_main(main)

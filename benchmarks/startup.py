@@ -149,4 +149,4 @@ def main() -> None:
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    main()
+    common.run_main(main)

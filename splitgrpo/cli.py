@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +73,11 @@ def refuse_early(cls: type[SharedSettings], prog: str) -> None:
     """End with code 2, saying why, where the command line is wrong: to be called before the slow imports."""
     try:
         parse_settings(cls, prog=prog)
+        if cls is LearnerSettings and importlib.util.find_spec("deepspeed") is None:
+            raise SettingsError(
+                "deepspeed is not installed in this environment: the learner needs that of requirements.txt, which run.sh "
+                "makes in .venv (.venv-vllm is for a sampler with --engine vllm)"
+            )
     except SettingsError as error:
         build_parser(cls, prog).exit(EXIT_USAGE, f"{prog}: error: {error}\n")
 
@@ -99,9 +105,7 @@ def check_settings(settings: SharedSettings) -> None:
     s = settings
     require(s.group_size >= 2, f"--group_size {s.group_size}: a group needs at least 2 completions "
             "to have a baseline; with fewer every advantage is 0. Use 4 to 16.")  # fmt: skip
-    require(
-        0 < s.temperature <= 10, f"--temperature {s.temperature}: must be above 0 and at most 10"
-    )
+    require(0.001 <= s.temperature <= 10, f"--temperature {s.temperature}: must be 0.001 to 10")
     require(0 < s.top_p <= 1, f"--top_p {s.top_p}: must be above 0 and at most 1")
     require(s.top_k >= 0, f"--top_k {s.top_k}: must be 0 (off) or more")
     for name in ("max_new_tokens", "max_prompt_tokens", "max_steps", "lora_rank", "lora_alpha"):

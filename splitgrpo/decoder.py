@@ -35,7 +35,7 @@ def why_unsupported(model: Any) -> str | None:
     if config.hidden_act != "silu":
         return f"its hidden_act is {config.hidden_act}"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = type(base).__name__ == "MistralForCausalLM" and config.sliding_window
+    windowed = type(base).__name__ == "MistralForCausalLM" and config.sliding_window is not None
     if kinds != {"full_attention"} or windowed:
         return "its attention has a window"
     head, inner = base.get_output_embeddings(), base.get_decoder()

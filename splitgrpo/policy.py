@@ -41,14 +41,14 @@ class PolicyModule(nn.Module):
         self.model = model
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.entropy_grad, self.chunk_tokens = entropy_grad, chunk_tokens
-        self._decoder: Decoder | None = None
+        self.decoder: Decoder | None = None  # what packed rows go through
 
     def pack(self, log: logging.Logger) -> bool:
         """Whether rows may come packed from now on; where not, the log says why."""
         if reason := why_unsupported(self.model):
             log.warning("taking the plain, slower forward pass, since %s", reason)
             return False
-        self._decoder = Decoder(self.model)
+        self.decoder = Decoder(self.model)
         return True
 
     def train(self, mode: bool = True) -> "PolicyModule":
@@ -78,10 +78,10 @@ class PolicyModule(nn.Module):
             ]  # (N, H): position t - 1 predicts token t
             found = self._in_chunks(before, drawn, with_entropy)
         else:
-            assert self._decoder is not None
-            attend = PackedAttention(packing, self._decoder.num_kv_heads, self._decoder.scale)
+            assert self.decoder is not None
+            attend = PackedAttention(packing, self.decoder.num_kv_heads, self.decoder.scale)
             ids = input_ids.flatten()[packing.source]
-            before = self._decoder.hidden(ids, packing.positions, attend)[packing.before]
+            before = self.decoder.hidden(ids, packing.positions, attend)[packing.before]
             found = self._by_parts(before, drawn, with_entropy)
         zeros = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
         out = torch.stack([zeros.masked_scatter(completion_mask, stream) for stream in found])

@@ -1,5 +1,6 @@
 """Bad input: the exit code, and a message that says what was wrong, why, and what to do. Nothing slow has started."""
 
+import importlib.util
 import inspect
 import json
 import logging
@@ -14,7 +15,7 @@ from conftest import tiny_model
 import sampling_worker
 import training_worker
 from splitgrpo import demo, evaluate
-from splitgrpo.cli import check_settings, parse_settings, warn_of
+from splitgrpo.cli import check_settings, parse_settings, refuse_early, warn_of
 from splitgrpo.config import (
     KL_COEF_DEFAULT,
     LearnerSettings,
@@ -78,7 +79,8 @@ BOTH = (training_worker, sampling_worker)
         (["--group_siz", "4"], "unrecognized arguments: --group_siz"),
         (["--group_size", "1"], "--group_size 1: a group needs at least 2"),
         (["--group_size", "0"], "--group_size 0: a group needs at least 2"),
-        (["--temperature", "0"], "--temperature 0.0: must be above 0"),
+        (["--temperature", "0"], "--temperature 0.0: must be 0.001 to 10"),
+        (["--temperature", "1e-38"], "--temperature 1e-38: must be 0.001 to 10"),
         (["--top_p", "1.5"], "--top_p 1.5"),
         (["--kl_coef", "-1"], "--kl_coef -1.0"),
         (["--learning_rate", "nan"], "--learning_rate nan"),
@@ -94,6 +96,20 @@ def test_flags_that_cannot_work_end_with_2(run, worker, flags, reason):
     code, text = run(worker, *flags)
     assert code == 2, text
     assert reason in text
+
+
+def test_a_learner_without_deepspeed_is_told_which_environment_it_needs(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(sys, "argv", ["training_worker.py"])
+    refuse_early(LearnerSettings, "training_worker.py")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name)
+    )
+    refuse_early(SamplerSettings, "sampling_worker.py")
+    with pytest.raises(SystemExit) as ended:
+        refuse_early(LearnerSettings, "training_worker.py")
+    assert ended.value.code == 2
+    assert "deepspeed is not installed in this environment" in capsys.readouterr().err
 
 
 def test_a_round_of_the_sampler_is_whole_groups(run):

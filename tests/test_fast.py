@@ -281,6 +281,29 @@ def test_in_bfloat16_the_fast_sampler_and_the_fast_learner_round_alike():
     assert gaps[FastEngine] < 1e-3 < gaps[HFEngine], gaps
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7)])
+def test_in_bfloat16_the_reference_is_what_the_learner_computes_for_an_adapter_that_does_nothing(
+    top_k, top_p
+):
+    """Else the KL of a policy that has not moved is rounding noise, and its gradient trains on that."""
+    engine = FastEngine(build(dtype=torch.bfloat16).requires_grad_(False), TinyTokenizer())
+    sampling = Sampling(0.9, top_k, top_p, max_new_tokens=20)
+    (group,) = generate(engine, PROMPTS[:1], 8, sampling)
+    refs = engine.ref_logprobs(PROMPTS[0], group, sampling)
+    rollouts = [make_rollout(PROMPTS[0], c, None, Score(0.0, {}, False)) for c in group]
+    model = build(dtype=torch.bfloat16)
+    policy = PolicyModule(model, 0.9, top_k, top_p)
+    assert policy.pack(log)
+    batch = collate(rollouts, torch.ones(8), range(8), 0, packed=True)
+    with model.disable_adapter():
+        new = policy(
+            batch.input_ids, batch.attention_mask, batch.completion_mask, packing=batch.packing
+        )
+    gap = new[batch.completion_mask] - torch.from_numpy(np.concatenate(refs))
+    assert gap.abs().max() < 1e-4
+
+
 def test_a_group_is_kept_together_so_that_its_prompt_is_computed_once():
     rollouts = rollouts_of([(p, 4) for _ in range(4) for p in (0, 1, 2)])
     for micro in plan_packed(rollouts, 1, 4):

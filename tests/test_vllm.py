@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,12 +214,11 @@ def test_tokens_are_drawn_as_often_as_their_log_prob_says(trial):
 def test_a_base_that_vllm_cannot_serve_is_a_settings_error_with_its_reason(trial):
     _, result = trial
     text = result["too_long"]
-    assert text.startswith("SettingsError: --engine vllm: vLLM cannot serve --model_path ")
-    assert "max_model_len" in text
-    assert "--engine hf" in text
+    assert text.startswith("SettingsError: --engine vllm: --max_prompt_tokens and")
     text = result["heads"]
     assert text.startswith("SettingsError: --engine vllm: vLLM cannot serve --model_path ")
     assert "head_dim=16" in text
+    assert "--engine hf" in text
     # Nor does transformers' older release read the cache of --engine hf, which would go unnoticed.
     assert result["hf"].startswith(
         "SettingsError: --engine hf: LlamaForCausalLM of this transformers release"
@@ -289,3 +289,11 @@ def test_what_vllm_cannot_do_is_refused_before_it_starts(monkeypatch, flags, mat
     vllm.check_vllm(SamplerSettings(engine="vllm", kl_coef=0.0, temperature=0.7, top_p=0.9))
     with pytest.raises(SettingsError, match=match):
         vllm.check_vllm(SamplerSettings(engine="vllm", **flags))
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_with_the_flags_to_change():
+    config = SimpleNamespace(max_position_embeddings=128)
+    vllm.check_length(config, 127)
+    with pytest.raises(SettingsError, match="--max_new_tokens allow 128 tokens, but this model has 128"):  # fmt: skip
+        vllm.check_length(config, 128)
+    vllm.check_length(SimpleNamespace(), 1 << 20)

@@ -20,8 +20,8 @@ from splitgrpo.engines.cache import Cache
 from splitgrpo.engines.draw import draw_in_parts, uniforms
 from splitgrpo.engines.hf import LEAVE_FRAC, HFEngine
 from splitgrpo.logprobs import base_model
-from splitgrpo.packed import PackedAttention, pack_rows
-from splitgrpo.vocab import VocabLogprobs, exact_bfloat16_products, wide_product
+from splitgrpo.packed import PackedAttention, Packing, pack_rows
+from splitgrpo.vocab import exact_bfloat16_products, wide_product
 
 ROWS = 32  # of a batch, to lay weights out for; others work too
 
@@ -106,7 +106,7 @@ class FastEngine(HFEngine):
     def __init__(self, model: Any, tokenizer: Any) -> None:
         """Raises ValueError for other models. The model's weights become views of fused ones."""
         super().__init__(model, tokenizer)
-        self.decoder = Decoder(model)
+        self.decoder = self._policy.decoder = Decoder(model)
         for layer in self.decoder.layers:
             attention, mlp = layer.module.self_attn, layer.module.mlp
             layer.qkv = Fused([attention.q_proj, attention.k_proj, attention.v_proj], join=2)
@@ -192,31 +192,11 @@ class FastEngine(HFEngine):
         last = self.decoder.hidden(ids, packing.positions, keep)[packing.before]
         return last.repeat_interleave(num_completions, dim=0), cache
 
-    @torch.inference_mode()
-    def ref_logprobs(
-        self, prompt: np.ndarray, completions: Sequence[Completion], sampling: Sampling
-    ) -> list[np.ndarray]:
-        """See Engine.ref_logprobs; the prompt is computed once."""
-        if sampling.top_k > 0 or sampling.top_p < 1.0:
-            return super().ref_logprobs(prompt, completions, sampling)
-        lens = [len(c.token_ids) for c in completions]
-        rows = [np.concatenate([prompt, c.token_ids]) for c in completions]
-        longest = max(map(len, rows))
-        flat = torch.zeros(len(rows), longest, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            flat[i, : len(row)] = torch.from_numpy(row.astype(np.int64))
-        packing = pack_rows([prompt] * len(rows), lens, longest).to(self.device)
-        drawn = torch.from_numpy(
-            np.concatenate([c.token_ids for c in completions]).astype(np.int64)
-        )
-        attend = PackedAttention(packing, self.decoder.num_kv_heads, self.decoder.scale)
-        with self.model.disable_adapter():
-            ids = flat.flatten().to(self.device)[packing.source]
-            hidden = self.decoder.hidden(ids, packing.positions, attend)[packing.before]
-        out = VocabLogprobs.apply(
-            hidden, self.head.weight, self.head.bias, drawn.to(self.device), sampling.temperature
-        )
-        return np.split(out[0].cpu().numpy(), np.cumsum(lens)[:-1])
+    def _packing(
+        self, prompt: np.ndarray, completion_lens: list[int], row_len: int
+    ) -> Packing | None:
+        """The prompt once. Filters or not, the reference goes the learner's road: another one's rounding would be its KL."""
+        return pack_rows([prompt] * len(completion_lens), completion_lens, row_len).to(self.device)
 
 
 def _wide(bias: Tensor | None) -> Tensor | None:

@@ -53,6 +53,16 @@ def check_vllm(settings: SamplerSettings) -> None:
         )
 
 
+def check_length(config: Any, max_tokens: int) -> None:
+    """Refuse more tokens than a model has positions: vLLM would advise a switch that gives NaN. Raises SettingsError."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_tokens + 1 > longest:
+        raise SettingsError(
+            f"--engine vllm: --max_prompt_tokens and --max_new_tokens allow {max_tokens} tokens, but this model has "
+            f"{longest} positions, and vLLM needs one to spare; give both workers smaller ones"
+        )
+
+
 class VLLMEngine:
     """Implements engines.base.Engine."""
 
@@ -72,6 +82,7 @@ class VLLMEngine:
         the longest prompt with its completion, `max_rows` how many completions are under way at once. Raises SettingsError
         for a base or an adapter that vLLM cannot take, or when the adapter is of another base.
         """
+        check_length(base.config, max_tokens)
         self.tokenizer = tokenizer
         self.end_ids = end_token_ids(base, tokenizer)
         # vLLM says nothing of what an adapter lacks; install_adapter does, on this model of shapes without values.
