@@ -63,16 +63,16 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def names_of(known: Sequence[str], text: str) -> tuple[str, ...]:
+def names_of(known: Sequence[str], text: str, what: str = "topic") -> tuple[str, ...]:
     """Some of the `known`, with commas between. Raises ArgumentTypeError naming the unknown one."""
     names = tuple(name for name in text.split(",") if name)
     for name in names:
         if name not in known:
             raise argparse.ArgumentTypeError(
-                f"unknown topic {name!r}; known are {', '.join(known)}"
+                f"unknown {what} {name!r}; known are {', '.join(known)}"
             )
     if not names:
-        raise argparse.ArgumentTypeError(f"names no topic; known are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"names no {what}; known are {', '.join(known)}")
     return names
 
 

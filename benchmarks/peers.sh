@@ -7,7 +7,6 @@
 # .venv-vllm holds one, that one is used and vLLM is not installed again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-self=benchmarks/peers.sh
 root=benchmarks/.peers
 limit_s=${SPLITGRPO_PEERS_LIMIT_S:-1800}
 
@@ -88,7 +87,7 @@ for peer in "$@"; do
   case "$peer" in
     trl) install_trl ;;
     vllm) install_vllm ;;
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$self" ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' benchmarks/peers.sh ;;
     *)
       echo "peers.sh: unknown peer '$peer'; trl and vllm are known" >&2
       exit 2

@@ -188,7 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Flags of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default=str(HERE.parent / "models/smollm2"))
-    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--runs", type=common.at_least_one, default=RUNS)
     parser.add_argument("--quick", action="store_true", help="the demo model only")
     return parser
 

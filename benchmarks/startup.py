@@ -142,7 +142,7 @@ def rows(args: argparse.Namespace | None = None) -> list[common.Row]:
 def main() -> None:
     """Print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--runs", type=common.at_least_one, default=RUNS)
     reload.show(rows(parser.parse_args()))
 
 

@@ -140,7 +140,7 @@ def rows(args: argparse.Namespace | None = None) -> list[common.Row]:
 def main() -> None:
     """Print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--runs", type=common.at_least_one, default=RUNS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each run")
     parser.add_argument("--step_s", type=float, default=STEP_S, help="of a learner's step")
     for row in rows(parser.parse_args()):

@@ -41,7 +41,9 @@ class PolicyModule(nn.Module):
         self.model = model
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.entropy_grad, self.chunk_tokens = entropy_grad, chunk_tokens
-        self.decoder: Decoder | None = None  # what packed rows go through
+        self.decoder: Decoder | None = (
+            None  # what packed rows go through; `pack` or an engine sets it
+        )
 
     def pack(self, log: logging.Logger) -> bool:
         """Whether rows may come packed from now on; where not, the log says why."""

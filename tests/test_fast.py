@@ -204,19 +204,24 @@ ROWS = {
 }
 
 
+def forward(policy, rollouts, *, packed, **how):
+    """What a policy module gives for all rollouts as one micro-batch, and that batch."""
+    num = len(rollouts)
+    batch = collate(rollouts, torch.ones(num), range(num), 0, packed=packed)
+    batch = batch.to(policy.model.device)
+    ids, attention, mask = batch.input_ids, batch.attention_mask, batch.completion_mask
+    return policy(ids, attention, mask, packing=batch.packing, **how), batch
+
+
 def padded_and_packed(rows, **how):
     """For each road: (2, B, L) log-probs and entropy, and the gradient by name; `how` is for `build`."""
     rollouts = rollouts_of(rows)
     weight = torch.randn(len(rows), max(len(r.token_ids) for r in rollouts))
     found = []
     for fast in (False, True):
-        model = build(**how)
-        policy = PolicyModule(model, 0.7, 0, 1.0).train()
+        policy = PolicyModule(build(**how), 0.7, 0, 1.0).train()
         assert policy.pack(log)
-        batch = collate(rollouts, torch.ones(len(rows)), range(len(rows)), 0, packed=fast)
-        batch = batch.to(model.device)
-        out = policy(batch.input_ids, batch.attention_mask, batch.completion_mask,
-                     with_entropy=True, packing=batch.packing)  # fmt: skip
+        out, _ = forward(policy, rollouts, packed=fast, with_entropy=True)
         (out[0] * weight.to(out.device)).sum().backward()
         found.append(
             (out.detach(), {n: p.grad for n, p in policy.named_parameters() if "lora" in n})
@@ -245,9 +250,7 @@ def test_packed_rows_keep_filters_and_the_gradient_of_the_entropy(top_k, top_p, 
     for fast in (False, True):
         policy = PolicyModule(build(), 0.9, top_k, top_p, entropy_grad=entropy_grad)
         policy.pack(log)
-        batch = collate(rollouts, torch.ones(6), range(6), 0, packed=fast)
-        out = policy(batch.input_ids, batch.attention_mask, batch.completion_mask,
-                     with_entropy=True, packing=batch.packing)  # fmt: skip
+        out, _ = forward(policy, rollouts, packed=fast, with_entropy=True)
         (out[0].sum() + 0.3 * out[1].sum()).backward()
         grads = [p.grad for n, p in policy.named_parameters() if "lora" in n]
         found.append((out.detach(), torch.cat([g.flatten() for g in grads])))
@@ -267,11 +270,7 @@ def mismatch_in_bfloat16(engine_kind, **how):
     ]
     policy = PolicyModule(build(dtype=torch.bfloat16, **how), 1.0, 0, 1.0)
     policy.pack(log)
-    batch = collate(rollouts, torch.ones(24), range(24), 0, packed=engine_kind is FastEngine)
-    batch = batch.to(engine.device)
-    new = policy(
-        batch.input_ids, batch.attention_mask, batch.completion_mask, packing=batch.packing
-    )
+    new, batch = forward(policy, rollouts, packed=engine_kind is FastEngine)
     return float((new - batch.old_logprobs)[batch.completion_mask].abs().mean())
 
 
@@ -295,11 +294,8 @@ def test_in_bfloat16_the_reference_is_what_the_learner_computes_for_an_adapter_t
     model = build(dtype=torch.bfloat16)
     policy = PolicyModule(model, 0.9, top_k, top_p)
     assert policy.pack(log)
-    batch = collate(rollouts, torch.ones(8), range(8), 0, packed=True)
     with model.disable_adapter():
-        new = policy(
-            batch.input_ids, batch.attention_mask, batch.completion_mask, packing=batch.packing
-        )
+        new, batch = forward(policy, rollouts, packed=True)
     gap = new[batch.completion_mask] - torch.from_numpy(np.concatenate(refs))
     assert gap.abs().max() < 1e-4
 

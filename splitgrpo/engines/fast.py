@@ -20,7 +20,7 @@ from splitgrpo.engines.cache import Cache
 from splitgrpo.engines.draw import draw_in_parts, uniforms
 from splitgrpo.engines.hf import LEAVE_FRAC, HFEngine
 from splitgrpo.logprobs import base_model
-from splitgrpo.packed import PackedAttention, Packing, pack_rows
+from splitgrpo.packed import PackedAttention, pack_rows
 from splitgrpo.vocab import exact_bfloat16_products, wide_product
 
 ROWS = 32  # of a batch, to lay weights out for; others work too
@@ -191,12 +191,6 @@ class FastEngine(HFEngine):
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self.device)
         last = self.decoder.hidden(ids, packing.positions, keep)[packing.before]
         return last.repeat_interleave(num_completions, dim=0), cache
-
-    def _packing(
-        self, prompt: np.ndarray, completion_lens: list[int], row_len: int
-    ) -> Packing | None:
-        """The prompt once. Filters or not, the reference goes the learner's road: another one's rounding would be its KL."""
-        return pack_rows([prompt] * len(completion_lens), completion_lens, row_len).to(self.device)
 
 
 def _wide(bias: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from splitgrpo.config import SettingsError
 from splitgrpo.engines.base import Completion, Sampling
 from splitgrpo.engines.draw import draw, uniforms
 from splitgrpo.logprobs import base_model
-from splitgrpo.packed import Packing
+from splitgrpo.packed import pack_rows
 from splitgrpo.policy import PolicyModule
 
 # Rows leave the batch once this share of it has ended: copying the cache for every single row costs more.
@@ -156,15 +156,14 @@ class HFEngine:
             sampling.top_k,
             sampling.top_p,
         )
-        packing = self._packing(prompt, [len(c.token_ids) for c in completions], p + longest)
+        packing = None
+        if (
+            policy.decoder is not None
+        ):  # filters or not: the rounding of another road would be this policy's KL
+            lens = [len(c.token_ids) for c in completions]
+            packing = pack_rows([prompt] * len(lens), lens, p + longest).to(self.device)
         with self.model.disable_adapter():
             out = policy(
                 *(t.to(self.device) for t in (ids, attention, mask)), packing=packing
             ).cpu()
         return [out[i, p : p + len(c.token_ids)].numpy() for i, c in enumerate(completions)]
-
-    def _packing(
-        self, prompt: np.ndarray, completion_lens: list[int], row_len: int
-    ) -> Packing | None:
-        """How `ref_logprobs` packs its rows; None: not at all."""
-        return None
