@@ -103,4 +103,4 @@ def test_the_whole_tree_stays_readable_in_an_afternoon():
     lines = [line for p in SOURCES for line in p.read_text().splitlines()]
     # Crashes, hostile input and user code that hangs took two thousand of these, the fast paths beside the plain ones and
     # vLLM's engine thirteen hundred.
-    assert sum(bool(line.strip()) for line in lines) <= 9600
+    assert sum(bool(line.strip()) for line in lines) <= 12600
